@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses an edge: a chunk of named tensors and a small dict.
+
+A tensor's bytes are whatever speaks Python's buffer protocol (numpy array, memoryview, bytes) on the CPU, or an
+object with `__cuda_array_interface__` on a GPU. This module needs neither numpy nor torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+ITEM_BYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
+}  # fmt: skip
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Name, numpy dtype name and shape of a tensor; -1 stands for a free dimension in a declaration."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One named tensor. `data` is contiguous, C order, exactly `spec.nbytes` long; `device` is "cpu" or "cuda:N"."""
+
+    spec: TensorSpec
+    data: Any
+    device: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @classmethod
+    def of(cls, name: str, array: Any) -> Tensor:
+        """A CPU tensor over a numpy array (made contiguous by the caller)."""
+        return cls(TensorSpec(name, str(array.dtype), tuple(array.shape)), array)
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """The unit that crosses an edge or goes out to the client.
+
+    `run` and `index` are set by the worker, `slot` by the connector that delivered the chunk (None: nothing to
+    release). `index` counts from 0 per run and edge. `last` ends the edge; a chunk may be last and carry data.
+    """
+
+    run: bytes
+    edge: str
+    index: int = 0
+    last: bool = False
+    tensors: tuple[Tensor, ...] = ()
+    meta: dict[str, Any] = field(default_factory=dict)
+    slot: Any = None
+
+    def tensor(self, name: str) -> Tensor | None:
+        """The tensor called `name`, or None."""
+        return next((t for t in self.tensors if t.spec.name == name), None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.spec.nbytes for t in self.tensors)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What computes inside a stage, as the worker's loop sees it.
+
+The loop is single-threaded and calls an engine like this, for ever:
+
+    open(run) … feed(run, inputs, last) … step() → events … stop(run)
+
+An engine never blocks longer than one step, never starts a run by itself and never touches a socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from backends.core.chunk import Tensor
+from backends.core.errors import OmniError
+from backends.core.generate import GenerateRequest
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """One request inside one stage. Made by the worker; read by the engine, which may hang its state on `state`.
+
+    upstream    stages that will feed this run; empty for an entry stage, which works from `request` and `inputs`
+    wanted      outputs of this stage that the client asked for; others are dropped by the worker
+    feeds       True if a consumer stage takes this run's chunks
+    blocked     set by the worker: a consumer's window is full. An engine that can pause a run skips it meanwhile
+    """
+
+    id: bytes
+    request_id: str
+    request: GenerateRequest
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    upstream: frozenset[str] = frozenset()
+    wanted: frozenset[str] = frozenset()
+    feeds: bool = False
+    blocked: bool = False
+    state: Any = None
+
+    def options(self, stage: str) -> dict[str, Any]:
+        """The request's own options for `stage`."""
+        return self.request.stages.get(stage, {})
+
+
+# --- events a step returns -----------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Send:
+    """A chunk for every consumer of this stage. After `last` nothing more may be sent."""
+
+    run: Run
+    tensors: tuple[Tensor, ...] = ()
+    meta: dict[str, Any] = field(default_factory=dict)
+    last: bool = False
+
+
+@dataclass(slots=True)
+class Output:
+    """Something for the client: `name` is the pipeline's output ("text", "audio", "image")."""
+
+    run: Run
+    name: str
+    tensors: tuple[Tensor, ...] = ()
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Progress:
+    """A sign of life with numbers, for long silent phases (denoising step 7 of 50)."""
+
+    run: Run
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Finished:
+    """The run is complete and the engine has dropped it. The worker ends open edges with an empty last chunk."""
+
+    run: Run
+    reason: str = "stop"
+    usage: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Failed:
+    """The run failed and the engine has dropped it; other runs go on."""
+
+    run: Run
+    error: OmniError
+
+
+Event = Send | Output | Progress | Finished | Failed
+
+
+class Engine(Protocol):
+    """The contract of every engine; tests/kit/engine_contract.py checks it."""
+
+    def open(self, run: Run) -> None:
+        """Take a run. Raises BadRequest (nothing kept) if the request cannot be served."""
+        ...
+
+    def feed(self, run: Run, inputs: Any, last: bool) -> bool:
+        """Offer what the edge's adapter made of one chunk (`last`: the edge is complete).
+
+        False means "not now": the worker keeps the chunk unacknowledged (the producer feels it as back-pressure)
+        and offers it again after the next step. What must outlive this call is copied here.
+        """
+        ...
+
+    def stop(self, run: Run) -> None:
+        """Forget a run at once; no event for it may follow."""
+        ...
+
+    def step(self) -> Sequence[Event]:
+        """Advance every run that can advance by one step and return what came of it."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """True if `step` would do work now; False lets the loop sleep until a message arrives."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; called once."""
+        ...

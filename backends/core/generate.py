@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The request as every stage sees it: decoded once at the border, immutable from then on."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from backends.core.errors import BadRequest
+
+MAX_REQUEST_ID_CHARS = 256
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Part(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One piece of a message: text, or a slice of the request's media tensor of the same name as `type`.
+
+    For audio `offset` and `length` count samples; for image and video they count bytes and `shape` is the
+    slice's shape.
+    """
+
+    type: Literal["text", "audio", "image", "video"]
+    text: str = ""
+    offset: Annotated[int, msgspec.Meta(ge=0)] = 0
+    length: Annotated[int, msgspec.Meta(ge=0)] = 0
+    sample_rate: Annotated[int, msgspec.Meta(ge=0, le=384_000)] = 0
+    shape: tuple[int, ...] = ()
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | tuple[Part, ...] = ""
+    name: str = ""
+    tool_call_id: str = ""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The content as parts, whatever form it came in."""
+        return (Part("text", self.content),) if isinstance(self.content, str) else self.content
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How tokens are chosen; None means the stage's deploy default."""
+
+    max_tokens: PositiveInt | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, float] = {}
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    ignore_eos: bool = False
+    json_schema: dict[str, Any] | None = None
+
+
+class Deadlines(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Time bounds in seconds; 0 disables one, None takes the deploy value."""
+
+    queue_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    first_output_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    stall_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    total_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number of seconds")
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One client call to a pipeline. Unknown keys are refused, so a typo never passes silently.
+
+    operation   what to do: one of the pipeline's operations ("chat", "speech", "image"), or "health" or "abort"
+    messages    the chat so far (operation "chat")
+    input       the text to speak or the picture's description (operations "speech" and "image")
+    modalities  outputs wanted ("text", "audio", "image"); empty means the operation's default
+    stages      options for single stages, by stage name; each stage knows its own keys
+    target      the request id to end (operation "abort")
+    """
+
+    operation: str = "chat"
+    messages: tuple[Message, ...] = ()
+    input: str = ""
+    modalities: tuple[str, ...] = ()
+    voice: str | None = None
+    language: str | None = None
+    speed: Annotated[float, msgspec.Meta(ge=0.25, le=4)] = 1.0
+    sampling: Sampling = Sampling()
+    tools: tuple[dict[str, Any], ...] = ()
+    stages: dict[str, dict[str, Any]] = {}
+    deadlines: Deadlines = Deadlines()
+    priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
+    stream: bool = True
+    target: str = ""
+
+    def media(self) -> frozenset[str]:
+        """Kinds of media the messages refer to ("audio", "image", "video")."""
+        return frozenset(p.type for m in self.messages for p in m.parts if p.type != "text")
+
+
+_decoder = msgspec.json.Decoder(GenerateRequest)
+_encoder = msgspec.json.Encoder()
+
+
+def decode_request(data: bytes) -> GenerateRequest:
+    """Request from JSON bytes; raises BadRequest naming the field."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        field = path.rstrip("`").lstrip(".")
+        if not field and "unknown field" in message:  # msgspec names the key in the text, not in the path
+            field = message.split("`")[1]
+        raise BadRequest(message, field or "request") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"not valid JSON: {error}", "request") from None
+
+
+def encode_request(request: GenerateRequest) -> bytes:
+    """JSON bytes of a request; the inverse of `decode_request`."""
+    return _encoder.encode(request)

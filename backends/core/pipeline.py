@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graph of one model family, as data: stages, edges, outputs, operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from backends.core.chunk import Chunk, TensorSpec
+from backends.core.engine import Engine
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest
+
+Adapter = Callable[[Chunk], Any]
+
+
+def whole_chunk(chunk: Chunk) -> Chunk:
+    """The adapter of an edge whose consumer reads chunks as they are."""
+    return chunk
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What a stage's engine is built from, in its worker."""
+
+    pipeline: str
+    stage: str
+    options: Mapping[str, Any]
+    """The stage's `engine:` section of deploy.yaml."""
+    device: str = "cpu"
+    models_dir: str = ""
+    """Folder that relative model names are resolved in."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a pipeline: one Triton model, one engine.
+
+    engine   makes the engine in the worker process; heavy imports belong inside the function
+    inputs   tensors a direct call may bring as one last chunk (name, dtype, shape with -1)
+    outputs  tensors its chunks and outputs carry
+    media    kind of media this entry stage consumes; it is opened only for requests that bring some
+    """
+
+    name: str
+    engine: Callable[[EngineContext], Engine]
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    media: str = ""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A directed link from `source` to `target`; `adapter` turns a chunk into the target engine's inputs."""
+
+    source: str
+    target: str
+    adapter: Adapter = whole_chunk
+
+
+@dataclass(frozen=True)
+class Output:
+    """Something clients can ask for, and the stage it comes from."""
+
+    name: str
+    stage: str
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A way into the pipeline: the stage where the request enters and what comes out by default."""
+
+    name: str
+    entry: str
+    outputs: tuple[str, ...]
+
+
+def _no_check(request: GenerateRequest) -> None:
+    """Accept every request."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages, edges and outputs of one model family.
+
+    check  raises BadRequest naming the field if the request cannot be served; runs before any stage is opened
+    about  facts shown by /v1/models and the health request (voices, sample rate, …)
+    """
+
+    name: str
+    stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...]
+    outputs: tuple[Output, ...]
+    operations: tuple[Operation, ...]
+    check: Callable[[GenerateRequest], None] = _no_check
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [s.name for s in self.stages]
+        assert len(set(names)) == len(names), f"{self.name}: a stage name is used twice"
+        for edge in self.edges:
+            assert edge.source in names and edge.target in names, f"{self.name}: edge {edge} names an unknown stage"
+        for output in self.outputs:
+            assert output.stage in names, f"{self.name}: output {output} names an unknown stage"
+        for operation in self.operations:
+            assert operation.entry in names, f"{self.name}: operation {operation} enters an unknown stage"
+            assert set(operation.outputs) <= {o.name for o in self.outputs}, f"{self.name}: {operation}"
+        self.consumers_first(frozenset(names))
+
+    def stage(self, name: str) -> Stage:
+        return next(s for s in self.stages if s.name == name)
+
+    def output(self, name: str) -> Output:
+        return next(o for o in self.outputs if o.name == name)
+
+    def model(self, stage: str) -> str:
+        """The Triton model name of a stage."""
+        return f"{self.name}_{stage}"
+
+    def upstream(self, stage: str, within: Iterable[str]) -> frozenset[str]:
+        """Stages among `within` that feed `stage`."""
+        within = frozenset(within)
+        return frozenset(e.source for e in self.edges if e.target == stage and e.source in within)
+
+    def downstream(self, stage: str, within: Iterable[str]) -> frozenset[str]:
+        """Stages among `within` that `stage` feeds."""
+        within = frozenset(within)
+        return frozenset(e.target for e in self.edges if e.source == stage and e.target in within)
+
+    def consumers_first(self, stages: frozenset[str]) -> tuple[str, ...]:
+        """`stages` in an order in which every consumer comes before its producers."""
+        order: list[str] = []
+        left = [s.name for s in self.stages if s.name in stages]
+        while left:
+            free = [s for s in left if not self.downstream(s, left)]
+            assert free, f"{self.name}: the edges form a cycle"
+            order += free
+            left = [s for s in left if s not in free]
+        return tuple(order)
+
+    def operation(self, request: GenerateRequest) -> Operation:
+        """The operation a request asks for."""
+        for operation in self.operations:
+            if operation.name == request.operation:
+                return operation
+        known = ", ".join(o.name for o in self.operations)
+        raise BadRequest(f"unknown operation '{request.operation}'; this pipeline has: {known}", "operation")
+
+    def wanted(self, request: GenerateRequest) -> frozenset[str]:
+        """Outputs the client asked for; raises BadRequest for one that the operation cannot make."""
+        operation = self.operation(request)
+        names = request.modalities or operation.outputs
+        reachable = {o.name for o in self.outputs if operation.entry in self._leading_to(o.stage)}
+        for name in names:
+            if name not in reachable:
+                raise BadRequest(
+                    f"unknown modality '{name}'; operation '{operation.name}' makes: {', '.join(sorted(reachable))}",
+                    "modalities",
+                )
+        return frozenset(names)
+
+    def needed(self, request: GenerateRequest) -> frozenset[str]:
+        """Stages to open: on the way from the entry to a wanted output, plus media stages the request needs."""
+        operation = self.operation(request)
+        leading = frozenset().union(*(self._leading_to(self.output(n).stage) for n in self.wanted(request)))
+        after_entry = self._following(operation.entry)
+        media = request.media()
+        fronts = {s.name for s in self.stages if s.media and s.media in media and s.name in leading}
+        return (leading & after_entry) | frozenset(fronts)
+
+    def _leading_to(self, stage: str) -> frozenset[str]:
+        return self._closure(stage, {(e.target, e.source) for e in self.edges})
+
+    def _following(self, stage: str) -> frozenset[str]:
+        return self._closure(stage, {(e.source, e.target) for e in self.edges})
+
+    @staticmethod
+    def _closure(start: str, steps: set[tuple[str, str]]) -> frozenset[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            stage = todo.pop()
+            if stage not in seen:
+                seen.add(stage)
+                todo += [b for a, b in steps if a == stage]
+        return frozenset(seen)

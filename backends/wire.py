@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one contract with clients: tensor names, the request, the events, errors, and the version of all three.
+
+Public model (named after its pipeline), decoupled:
+
+    inputs, all optional, at least `request` or `text_input` must be there
+      request      BYTES [1]        a GenerateRequest as JSON
+      text_input   BYTES [1]        short form: one user message (or the text to speak, the picture to draw)
+      stream       BOOL  [1]        false: exactly one response; default is the request's own `stream`
+      audio        FP32  [samples]  mono samples in -1..1; message parts of type "audio" are slices of it
+      image        UINT8 [bytes]    RGB pixels; message parts of type "image" are slices with a shape
+      video        UINT8 [bytes]    RGB frames; message parts of type "video" are slices with a shape
+    outputs, each response carries `event` and what the event is about
+      event        BYTES [1]        an Event as JSON
+      text_output  BYTES [1]        text: the delta (stream) or the whole (stream=false)
+      audio        FP32  [samples]  mono samples in -1..1 at the event's `sample_rate`
+      image        UINT8 [h, w, 3]  RGB pixels
+
+The short form takes its options as Triton request parameters, named as in `SHORT_FORM`; that is what
+`/v2/models/<pipeline>/generate` and `/generate_stream` do with unknown JSON keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from backends.core.errors import BadRequest, OmniError, from_line
+from backends.core.generate import (
+    Deadlines,
+    GenerateRequest,
+    Message,
+    Part,
+    Sampling,
+    decode_request,
+    encode_request,
+)
+from backends.core.ids import new_request_id
+
+__all__ = [
+    "AUDIO", "EVENT", "IMAGE", "OPEN", "REQUEST", "SHORT_FORM", "STREAM", "TEXT_INPUT", "TEXT_OUTPUT", "VIDEO",
+    "WIRE_VERSION", "BadRequest", "Deadlines", "Event", "GenerateRequest", "Message", "OmniError", "Part", "Sampling",
+    "decode_event", "decode_request", "encode_event", "encode_request", "from_line", "new_request_id", "short_form",
+]  # fmt: skip
+
+WIRE_VERSION = 1
+
+REQUEST, TEXT_INPUT, STREAM = "request", "text_input", "stream"
+EVENT, TEXT_OUTPUT = "event", "text_output"
+AUDIO, IMAGE, VIDEO = "audio", "image", "video"
+OPEN = "open"
+"""Input of a stage model that only the orchestrator sets: a control Open message, UINT8 [bytes]."""
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One response of the public model.
+
+    type           what this response carries; "end" is the last one and arrives together with Triton's FINAL flag
+    output, stage  the output ("text", "audio", "image") and the stage it came from; on "end" those of the
+                   request's own final output
+    index          counts the responses of one output from 0
+    meta           facts about this piece (sample_rate of audio; step and steps of progress; …)
+    outcome        "completed" or "cancelled" (a failure is a Triton error response instead)
+    finish_reason  "stop", "length", "tool_calls" or "abort"
+    usage          counts: prompt_tokens, completion_tokens, audio_samples, images, …
+    timings        seconds since arrival: queue_s, first_<output>_s, total_s
+    """
+
+    type: Literal["text", "audio", "image", "progress", "end", "health"]
+    request_id: str = ""
+    output: str = ""
+    stage: str = ""
+    index: int = 0
+    meta: dict[str, Any] = {}
+    outcome: str = ""
+    finish_reason: str = ""
+    usage: dict[str, float] = {}
+    timings: dict[str, float] = {}
+
+
+_event_decoder = msgspec.json.Decoder(Event)
+_event_encoder = msgspec.json.Encoder()
+
+
+def encode_event(event: Event) -> bytes:
+    """JSON bytes of an event."""
+    return _event_encoder.encode(event)
+
+
+def decode_event(data: bytes) -> Event:
+    """Event from JSON bytes; raises msgspec.ValidationError for anything else."""
+    return _event_decoder.decode(data)
+
+
+SHORT_FORM: dict[str, tuple[str, type]] = {
+    "operation": ("operation", str),
+    "modalities": ("modalities", list),
+    "voice": ("voice", str),
+    "language": ("language", str),
+    "speed": ("speed", float),
+    "priority": ("priority", int),
+    "max_tokens": ("sampling.max_tokens", int),
+    "temperature": ("sampling.temperature", float),
+    "top_p": ("sampling.top_p", float),
+    "top_k": ("sampling.top_k", int),
+    "seed": ("sampling.seed", int),
+    "stop": ("sampling.stop", list),
+    "repetition_penalty": ("sampling.repetition_penalty", float),
+    "deadline_s": ("deadlines.total_s", float),
+    "stages": ("stages", dict),
+    "target": ("target", str),
+}
+"""Request parameter → (place in GenerateRequest, type). Lists are comma-separated text, dicts are JSON text."""
+
+_IGNORED_PARAMETERS = frozenset({"id", "triton_enable_empty_final_response", "binary_data_output"})
+
+
+def short_form(text: str, parameters: Mapping[str, Any], stream: bool) -> GenerateRequest:
+    """The request that `text_input` and request parameters stand for; raises BadRequest naming a bad parameter."""
+    fields: dict[str, Any] = {"stream": stream}
+    for key, value in parameters.items():
+        if key in _IGNORED_PARAMETERS:
+            continue
+        if key not in SHORT_FORM:
+            raise BadRequest(f"unknown parameter '{key}'; known: {', '.join(SHORT_FORM)}", key)
+        place, kind = SHORT_FORM[key]
+        group, _, name = place.rpartition(".")
+        target = fields.setdefault(group, {}) if group else fields
+        target[name] = _parameter(key, value, kind)
+    operation = fields.get("operation", "chat")
+    if operation == "chat":
+        fields["messages"] = [{"role": "user", "content": text}]
+    else:
+        fields["input"] = text
+    return decode_request(msgspec.json.encode(fields))
+
+
+def _parameter(key: str, value: Any, kind: type) -> Any:
+    try:
+        if kind is list:
+            return [item for item in str(value).split(",") if item]
+        if kind is dict:
+            return msgspec.json.decode(str(value), type=dict)
+        if kind is int and (isinstance(value, bool) or int(value) != float(value)):
+            raise ValueError(value)
+        return kind(value)
+    except (ValueError, TypeError, msgspec.MsgspecError):
+        raise BadRequest(f"parameter '{key}' must be {kind.__name__}, not {value!r}", key) from None
