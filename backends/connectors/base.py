@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One interface for every carrier of chunks between two processes, and the credits that bound it.
+
+A connector is one end of a duplex, ordered pipe to one peer. Chunks need a credit, messages do not:
+
+    put(chunk)      False: no credit or no room now; offer the same chunk again after an acknowledgement
+    send(message)   small control bytes, in order with the chunks
+    get()           next item from the peer (Chunk or bytes) or None; a Chunk must be released exactly once
+    release(chunk)  the consumer no longer touches the chunk's bytes; gives the credit back
+    close()         both ends see it
+
+None of them blocks. When the peer is gone, `get` first returns what had arrived and then raises PeerLost, as do
+`put` and `send`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from backends.core.chunk import Chunk
+
+WINDOW_CHUNKS = 8  # per run and edge: enough to hide one round trip, small enough that a slow reader is felt at once
+LINK_CHUNKS = 4096  # per link: bounds descriptors in flight however many runs share it
+INLINE_BYTES = 8192  # payloads up to this travel inside the packet: cheaper than a slab slot (transport.md §3)
+MESSAGE_BYTES = 1 << 20  # cap of one packet; anything larger goes through shared memory
+
+
+class PeerLost(ConnectionError):
+    """The process at the other end is gone, or the connection was closed."""
+
+
+class Connector(Protocol):
+    """One end of a pipe to a peer; tests/kit/connector_contract.py is the contract in code."""
+
+    def put(self, chunk: Chunk) -> bool: ...
+    def send(self, message: bytes) -> None: ...
+    def get(self) -> Chunk | bytes | None: ...
+    def release(self, chunk: Chunk) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class Credits:
+    """Unacknowledged chunks: at most `window` per run and edge and `limit` in all."""
+
+    window: int = WINDOW_CHUNKS
+    limit: int = LINK_CHUNKS
+    total: int = 0
+    used: dict[tuple[bytes, str], int] = field(default_factory=dict)
+
+    def free(self, run: bytes, edge: str) -> bool:
+        """True if one more chunk may go out."""
+        return self.total < self.limit and self.used.get((run, edge), 0) < self.window
+
+    def take(self, run: bytes, edge: str) -> None:
+        self.total += 1
+        self.used[run, edge] = self.used.get((run, edge), 0) + 1
+
+    def give(self, run: bytes, edge: str) -> None:
+        self.total -= 1
+        left = self.used[run, edge] - 1
+        if left:
+            self.used[run, edge] = left
+        else:
+            del self.used[run, edge]

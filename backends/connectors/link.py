@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A SOCK_SEQPACKET unix socket that never blocks: ordered packets, file descriptors, and EOF when the peer dies.
+
+Used by one thread. Packets that the kernel cannot take now wait in a backlog, which `put` of the connectors bounds.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+
+from backends.connectors.base import MESSAGE_BYTES, PeerLost
+
+SEND_BUFFER_BYTES = 4 << 20  # the default 208 KiB makes bursts of small chunks wait for the reader
+PACKETS_PER_TURN = 256  # how much one busy peer may be read before others get their turn
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Link:
+    """One end of the socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        self.socket = sock
+        self.lost = False
+        self._backlog: deque[tuple[bytes, tuple[int, ...]]] = deque()
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    @property
+    def backlog_packets(self) -> int:
+        """Packets the kernel has not taken yet; the caller watches for writability while there are any."""
+        return len(self._backlog)
+
+    def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        """Send one packet made of `parts`. Descriptors are duplicated here; the caller keeps its own."""
+        if self.lost:
+            raise PeerLost("the peer is gone")
+        if self._backlog or not self._try_send(parts, fds):
+            self._backlog.append((b"".join(parts), tuple(os.dup(fd) for fd in fds)))
+
+    def flush(self) -> None:
+        """Hand waiting packets to the kernel, as far as it takes them."""
+        while self._backlog:
+            packet, fds = self._backlog[0]
+            if not self._try_send((packet,), fds):
+                return
+            self._backlog.popleft()
+            _close_all(fds)
+
+    def receive(self) -> list[tuple[bytes, list[int]]]:
+        """Packets that have arrived, each with its descriptors. At EOF marks the link lost and returns the rest."""
+        packets: list[tuple[bytes, list[int]]] = []
+        while not self.lost and len(packets) < PACKETS_PER_TURN:
+            try:
+                packet, fds, _, _ = socket.recv_fds(self.socket, MESSAGE_BYTES, 2)
+            except BlockingIOError:
+                break
+            except OSError:
+                packet, fds = b"", []
+            if not packet:
+                self.lost = True
+                break
+            packets.append((packet, fds))
+        return packets
+
+    def close(self) -> None:
+        """Close the socket; the peer sees EOF."""
+        self.lost = True
+        self.socket.close()
+        while self._backlog:
+            _close_all(self._backlog.popleft()[1])
+
+    def _try_send(self, parts: Sequence[Buffer], fds: Sequence[int]) -> bool:
+        try:
+            if fds:
+                socket.send_fds(self.socket, parts, list(fds))
+            else:
+                self.socket.sendmsg(parts)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.lost = True
+            raise PeerLost(f"the peer is gone ({error.strerror})") from None
+        return True
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

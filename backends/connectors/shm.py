@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks between two processes of one host: descriptors over a unix socket, payloads in shared memory.
+
+* up to INLINE_BYTES the payload travels inside the packet;
+* larger ones go into a memfd slab per link and direction, handed over once with SCM_RIGHTS. It has no name in
+  /dev/shm, so nothing can leak by name, not even after kill -9;
+* larger than half the slab: a memfd of its own that travels with the chunk;
+* tensors on a GPU go into a device slab (cuda_ipc.py) where both ends see the device, else they are copied to
+  the host on the way.
+
+A packet is one kind byte, then for a message its bytes, for an acknowledgement the slot number, for a chunk the
+length of its header, the header (msgpack) and the inline payload.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from backends.connectors.base import INLINE_BYTES, Credits, PeerLost
+from backends.connectors.link import Link
+from backends.connectors.slab import Extents
+from backends.core.chunk import Chunk, Tensor, TensorSpec
+
+SLAB_BYTES = 64 << 20  # virtual; the kernel backs only pages that were written
+BACKLOG_PACKETS = 64  # packets waiting in user space before `put` says "not now"
+TENSOR_ALIGN = 64  # a cache line, and enough for any vector load
+
+MESSAGE, CHUNK, ACK, SLAB, DEVICE = b"M", b"D", b"A", b"S", b"G"
+INLINE, IN_SLAB, ONE_SHOT, NO_PAYLOAD = range(4)
+_U32 = struct.Struct("<I")
+
+
+class Header(msgspec.Struct, array_like=True, frozen=True):
+    """Descriptor of a chunk. `tensors` holds (spec, device, offset in its payload)."""
+
+    slot: int
+    run: bytes
+    edge: str
+    index: int
+    last: bool
+    meta: dict[str, Any]
+    tensors: list[tuple[TensorSpec, str, int]]
+    place: int
+    offset: int
+    nbytes: int
+    device_offset: int = -1
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Header).decode
+
+
+class DeviceStore(Protocol):
+    """A slab of device memory shared with the peer; implemented by cuda_ipc.DeviceSlab."""
+
+    def alloc(self, nbytes: int) -> int | None: ...
+    def write(self, offset: int, tensor: Tensor) -> None: ...
+    def publish(self) -> bytes | None:
+        """Bytes to announce the slab with, once; None if already announced."""
+        ...
+
+    def attach(self, announcement: bytes) -> None: ...
+    def read(self, offset: int, spec: TensorSpec) -> Tensor: ...
+    def settle(self) -> None:
+        """Wait until reads of the peer's slab queued so far are done; called before an acknowledgement."""
+        ...
+
+    def free(self, offset: int) -> None: ...
+    def to_host(self, tensor: Tensor) -> Tensor: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A chunk on its way: what to give back when it is acknowledged."""
+
+    run: bytes
+    edge: str
+    slab_offset: int = -1
+    device_offset: int = -1
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A received chunk's hold on the link: the sender's slot number and a one-shot mapping, if any."""
+
+    number: int
+    mapping: mmap.mmap | None = None
+
+
+class _Memfd:
+    """A memfd and its mapping."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("triton-omni", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
+        self.map = mmap.mmap(self.fd, nbytes)
+        self.view = memoryview(self.map)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self.view.release()
+        self.map.close()
+
+
+class ShmConnector:
+    """One end of a link between two processes of one host."""
+
+    def __init__(self, link: Link, device_store: DeviceStore | None = None, credits: Credits | None = None) -> None:
+        self.link = link
+        self.credits = credits or Credits()
+        self._device = device_store
+        self._slab: _Memfd | None = None
+        self._extents = Extents(SLAB_BYTES)
+        self._peer_slab: mmap.mmap | None = None
+        self._sent: dict[int, _Sent] = {}
+        self._next_slot = 0
+        self._arrived: deque[Chunk | bytes] = deque()
+
+    def fileno(self) -> int:
+        return self.link.fileno()
+
+    @property
+    def in_flight(self) -> int:
+        """Chunks put and not yet acknowledged."""
+        return len(self._sent)
+
+    # --- sending -----------------------------------------------------------------------------------------------
+    def send(self, message: bytes) -> None:
+        self.link.send((MESSAGE, message))
+
+    def put(self, chunk: Chunk) -> bool:
+        if self.link.lost:
+            raise PeerLost("the peer is gone")
+        if self.link.backlog_packets >= BACKLOG_PACKETS or not self.credits.free(chunk.run, chunk.edge):
+            return False
+        tensors = chunk.tensors
+        if self._device is None and any(t.device != "cpu" for t in tensors):
+            raise TypeError(f"edge {chunk.edge}: a GPU tensor needs a connector with a device store")
+        on_device = [t for t in tensors if t.device != "cpu"]
+        on_host = [t for t in tensors if t.device == "cpu"]
+        sent = _Sent(chunk.run, chunk.edge)
+        layout, device_bytes = _lay_out(on_device)
+        if on_device:
+            assert self._device is not None
+            offset = self._device.alloc(device_bytes)
+            if offset is None and device_bytes:  # no room on the device: this chunk takes the way over the host
+                on_host, on_device = [self._device.to_host(t) if t.device != "cpu" else t for t in tensors], []
+            else:
+                sent.device_offset = offset if offset is not None else -1
+        host_layout, nbytes = _lay_out(on_host)
+        place, offset, memfd = self._place(nbytes)
+        if place is None:
+            if sent.device_offset >= 0 and self._device is not None:
+                self._device.free(sent.device_offset)
+            return False
+        sent.slab_offset = offset if place == IN_SLAB else -1
+        listed = [(t.spec, "cpu", at) for t, at in host_layout]
+        listed += [(t.spec, t.device, at) for t, at in layout] if on_device else []
+        header = Header(
+            self._next_slot, chunk.run, chunk.edge, chunk.index, chunk.last, chunk.meta, listed,
+            place, max(offset, 0), nbytes, sent.device_offset,
+        )  # fmt: skip
+        self._write_device(sent.device_offset, layout if on_device else [])
+        self._transmit(header, host_layout, memfd)
+        self._sent[self._next_slot] = sent
+        self._next_slot += 1
+        self.credits.take(chunk.run, chunk.edge)
+        return True
+
+    def _place(self, nbytes: int) -> tuple[int | None, int, _Memfd | None]:
+        """Where a host payload goes: (place, offset in the slab, one-shot memfd); place None means no room now."""
+        if nbytes == 0:
+            return NO_PAYLOAD, -1, None
+        if nbytes <= INLINE_BYTES:
+            return INLINE, -1, None
+        if nbytes > SLAB_BYTES // 2:
+            return ONE_SHOT, -1, _Memfd(nbytes)
+        if self._slab is None:
+            self._slab = _Memfd(SLAB_BYTES)
+            self.link.send((SLAB,), (self._slab.fd,))
+        offset = self._extents.alloc(nbytes)
+        return (None, -1, None) if offset is None else (IN_SLAB, offset, None)
+
+    def _write_device(self, offset: int, layout: list[tuple[Tensor, int]]) -> None:
+        if not layout or self._device is None:
+            return
+        announcement = self._device.publish()
+        if announcement is not None:
+            self.link.send((DEVICE, announcement))
+        for tensor, at in layout:
+            self._device.write(offset + at, tensor)
+
+    def _transmit(self, header: Header, layout: list[tuple[Tensor, int]], memfd: _Memfd | None) -> None:
+        """Write the host payload where `header` says and send the descriptor."""
+        encoded = _encode(header)
+        front = CHUNK + _U32.pack(len(encoded)) + encoded
+        if header.place == INLINE:
+            payload = bytearray(header.nbytes)
+            _write(memoryview(payload), layout)
+            self.link.send((front, payload))
+        elif memfd is not None:
+            _write(memfd.view, layout)
+            self.link.send((front,), (memfd.fd,))
+            memfd.close()
+        else:
+            if header.place == IN_SLAB:
+                assert self._slab is not None
+                _write(self._slab.view[header.offset : header.offset + header.nbytes], layout)
+            self.link.send((front,))
+
+    # --- receiving ---------------------------------------------------------------------------------------------
+    def get(self) -> Chunk | bytes | None:
+        if not self._arrived:
+            for packet, fds in self.link.receive():
+                self._on_packet(packet, fds)
+        if self._arrived:
+            return self._arrived.popleft()
+        if self.link.lost:
+            raise PeerLost("the peer is gone")
+        return None
+
+    def release(self, chunk: Chunk) -> None:
+        slot: _Slot | None = chunk.slot
+        if slot is None:
+            return
+        chunk.slot = None
+        chunk.tensors = ()
+        if self._device is not None:
+            self._device.settle()
+        if not self.link.lost:
+            try:
+                self.link.send((ACK, _U32.pack(slot.number & 0xFFFFFFFF)))
+            except PeerLost:
+                return  # a dead sender needs no acknowledgement; `get` reports the loss
+
+    def flush(self) -> None:
+        """Send what waits in the backlog, as far as the kernel takes it."""
+        self.link.flush()
+
+    def close(self) -> None:
+        self.link.close()
+        self._sent.clear()
+        if self._slab is not None:
+            self._slab.close()
+            self._slab = None
+        if self._device is not None:
+            self._device.close()
+
+    def _on_packet(self, packet: bytes, fds: list[int]) -> None:
+        kind, body = packet[:1], memoryview(packet)[1:]
+        if kind == CHUNK:
+            self._arrived.append(self._chunk(body, fds))
+        elif kind == ACK:
+            self._acknowledged(_U32.unpack(body)[0])
+        elif kind == MESSAGE:
+            self._arrived.append(bytes(body))
+        elif kind == SLAB:
+            self._peer_slab = mmap.mmap(fds[0], SLAB_BYTES, prot=mmap.PROT_READ)
+            os.close(fds[0])
+        elif kind == DEVICE and self._device is not None:
+            self._device.attach(bytes(body))
+        else:
+            raise PeerLost(f"packet of unknown kind {kind!r}")
+
+    def _acknowledged(self, slot: int) -> None:
+        sent = self._sent.pop(slot, None)
+        if sent is None:
+            return
+        self.credits.give(sent.run, sent.edge)
+        if sent.slab_offset >= 0:
+            self._extents.free(sent.slab_offset)
+        if sent.device_offset >= 0 and self._device is not None:
+            self._device.free(sent.device_offset)
+
+    def _chunk(self, body: memoryview, fds: list[int]) -> Chunk:
+        length = _U32.unpack_from(body)[0]
+        header = _decode(body[4 : 4 + length])
+        mapping: mmap.mmap | None = None
+        payload = body[4 + length :]
+        if header.place == IN_SLAB:
+            assert self._peer_slab is not None
+            payload = memoryview(self._peer_slab)[header.offset : header.offset + header.nbytes]
+        elif header.place == ONE_SHOT:
+            mapping = mmap.mmap(fds[0], header.nbytes, prot=mmap.PROT_READ)
+            os.close(fds[0])
+            payload = memoryview(mapping)
+        tensors = tuple(self._tensor(header, spec, device, at, payload) for spec, device, at in header.tensors)
+        return Chunk(
+            header.run, header.edge, header.index, header.last, tensors, header.meta, _Slot(header.slot, mapping)
+        )
+
+    def _tensor(self, header: Header, spec: TensorSpec, device: str, at: int, payload: memoryview) -> Tensor:
+        if device == "cpu":
+            return Tensor(spec, payload[at : at + spec.nbytes])
+        assert self._device is not None
+        return self._device.read(header.device_offset + at, spec)
+
+
+def _lay_out(tensors: list[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
+    """Aligned offsets for `tensors` in one payload, and its size in bytes."""
+    placed: list[tuple[Tensor, int]] = []
+    end = 0
+    for tensor in tensors:
+        start = -(-end // TENSOR_ALIGN) * TENSOR_ALIGN
+        placed.append((tensor, start))
+        end = start + tensor.spec.nbytes
+    return placed, end
+
+
+def _write(target: memoryview, layout: list[tuple[Tensor, int]]) -> None:
+    """Copy tensors to their offsets: the one copy of a hop."""
+    for tensor, at in layout:
+        nbytes = tensor.spec.nbytes
+        if nbytes:
+            target[at : at + nbytes] = memoryview(tensor.data).cast("B")

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All links of one process, driven by one thread: connect, listen, and take what came in, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from backends.connectors.base import PeerLost
+from backends.connectors.link import Link
+from backends.connectors.shm import DeviceStore, ShmConnector
+from backends.control.messages import PROTOCOL_VERSION, AnyMessage, Hello, Ping, decode, encode
+from backends.core.chunk import Chunk
+
+CONNECT_TIMEOUT_S = 2.0  # a live listener of ours accepts within a loop turn; this only bounds a full backlog
+ITEMS_PER_TURN = 256
+
+StoreFactory = Callable[[], DeviceStore | None]
+
+
+class Lost:
+    """The peer is gone; nothing follows on its link."""
+
+
+Item = AnyMessage | Chunk | Lost
+
+
+class Peer:
+    """A process at the other end of a link. `name` is what it said in its Hello."""
+
+    def __init__(self, hub: Hub, connector: ShmConnector, address: str = "") -> None:
+        self._hub = hub
+        self.connector = connector
+        self.address = address
+        self.name = ""
+        self.lost = False
+
+    def send(self, message: AnyMessage) -> bool:
+        """Send a message; False if the peer is gone (the hub reports the loss itself)."""
+        return self._guard(lambda: self.connector.send(encode(message)))
+
+    def put(self, chunk: Chunk) -> bool:
+        """Offer a chunk; False if there is no credit now or the peer is gone."""
+        accepted = False
+
+        def put() -> None:
+            nonlocal accepted
+            accepted = self.connector.put(chunk)
+
+        return self._guard(put) and accepted
+
+    def release(self, chunk: Chunk) -> None:
+        """Acknowledge a chunk that came from this peer."""
+        self._guard(lambda: self.connector.release(chunk))
+
+    def _guard(self, act: Callable[[], Any]) -> bool:
+        if self.lost:
+            return False
+        try:
+            act()
+        except PeerLost:
+            self._hub.report_lost(self)
+            return False
+        self._hub.watch(self)
+        return True
+
+
+class Hub:
+    """The links of one process.
+
+    One thread owns it and calls `poll`; `post` and `wake` are the only calls allowed from other threads.
+    """
+
+    def __init__(self, name: str, address: Path | None = None, stores: StoreFactory = lambda: None) -> None:
+        self.name = name
+        self.address = str(address) if address else ""
+        self._stores = stores
+        self._selector = selectors.EpollSelector()
+        self._by_address: dict[str, Peer] = {}
+        self._writing: set[Peer] = set()
+        self._ready: deque[tuple[Peer | None, Any]] = deque()
+        self._posted: deque[Any] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._awake = threading.Event()
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
+        self._listener: socket.socket | None = None
+        if address is not None:
+            self._listener = listen(address)
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+
+    # --- from any thread -----------------------------------------------------------------------------------------
+    def post(self, item: Any) -> None:
+        """Hand `item` to the owning thread; `poll` returns it as (None, item)."""
+        self._posted.append(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make a sleeping `poll` return."""
+        if not self._awake.is_set():
+            self._awake.set()
+            os.eventfd_write(self._wake_fd, 1)
+
+    # --- from the owning thread ------------------------------------------------------------------------------------
+    def connect(self, address: str) -> Peer:
+        """The link to a listening process, made on first use; raises PeerLost if nobody listens there."""
+        peer = self._by_address.get(address)
+        if peer is None or peer.lost:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            sock.settimeout(CONNECT_TIMEOUT_S)
+            try:
+                sock.connect(address)
+            except OSError as error:
+                sock.close()
+                raise PeerLost(f"nobody listens there ({error.strerror})") from None
+            peer = self._by_address[address] = self.adopt(sock, address)
+        return peer
+
+    def adopt(self, sock: socket.socket, address: str = "") -> Peer:
+        """Take a connected socket as a link."""
+        peer = Peer(self, ShmConnector(Link(sock), self._stores()), address)
+        self._selector.register(sock, selectors.EVENT_READ, peer)
+        peer.send(Hello(PROTOCOL_VERSION, self.name))
+        return peer
+
+    def poll(self, timeout_s: float | None) -> list[tuple[Peer | None, Any]]:
+        """What came in: (peer, message | chunk | Lost) and (None, posted item), in order per peer."""
+        if self._ready or self._posted:
+            timeout_s = 0
+        for key, mask in self._selector.select(timeout_s):
+            if key.fileobj == self._wake_fd:
+                self._awake.clear()
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
+            elif key.data is None:
+                self._accept()
+            else:
+                self._serve(key.data, mask)
+        items = [self._ready.popleft() for _ in range(len(self._ready))]
+        items += [(None, self._posted.popleft()) for _ in range(len(self._posted))]
+        return items
+
+    def report_lost(self, peer: Peer) -> None:
+        """Note that a link broke while sending; what had arrived is still delivered before the Lost."""
+        if not peer.lost:
+            peer.connector.link.lost = True
+            self._read(peer)
+
+    def watch(self, peer: Peer) -> None:
+        """Ask for writability exactly while packets wait."""
+        waiting = peer.connector.link.backlog_packets > 0
+        if waiting != (peer in self._writing):
+            self._writing.symmetric_difference_update({peer})
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if waiting else 0)
+            self._selector.modify(peer.connector.link.socket, mask, peer)
+
+    def close(self) -> None:
+        """Close every link and the listening socket."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Peer):
+                key.data.lost = True
+                key.data.connector.close()
+        self._selector.close()
+        os.close(self._wake_fd)
+        if self._listener is not None:
+            self._listener.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.address)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(BlockingIOError):
+            sock, _ = self._listener.accept()
+            self.adopt(sock)
+
+    def _serve(self, peer: Peer, mask: int) -> None:
+        if peer.lost:
+            return
+        if mask & selectors.EVENT_WRITE:
+            try:
+                peer.connector.flush()
+            except PeerLost:
+                self.report_lost(peer)
+                return
+            self.watch(peer)
+        if mask & selectors.EVENT_READ:
+            self._read(peer)
+
+    def _read(self, peer: Peer) -> None:
+        try:
+            for _ in range(ITEMS_PER_TURN):
+                item = peer.connector.get()
+                if item is None:
+                    return
+                self._deliver(peer, item)
+        except (PeerLost, msgspec.MsgspecError):  # a peer that speaks nonsense is as good as gone
+            self._drop(peer)
+
+    def _deliver(self, peer: Peer, item: Chunk | bytes) -> None:
+        message = decode(item) if isinstance(item, bytes) else item
+        if isinstance(message, Hello):
+            if message.version != PROTOCOL_VERSION:
+                raise PeerLost(f"peer speaks version {message.version}")
+            peer.name = message.name
+        else:
+            self._ready.append((peer, message))
+
+    def _drop(self, peer: Peer) -> None:
+        if peer.lost:
+            return
+        peer.lost = True
+        self._writing.discard(peer)
+        self._selector.unregister(peer.connector.link.socket)
+        peer.connector.close()
+        if self._by_address.get(peer.address) is peer:
+            del self._by_address[peer.address]
+        self._ready.append((peer, Lost()))
+
+
+def listen(address: Path) -> socket.socket:
+    """A listening SEQPACKET socket at `address`, replacing one that a dead process left behind."""
+    with contextlib.suppress(FileNotFoundError):
+        address.unlink()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    sock.bind(str(address))
+    sock.listen(128)
+    return sock
+
+
+def probe(address: str, timeout_s: float) -> Ping:
+    """Ask the process that listens at `address` for a sign of life; raises PeerLost or TimeoutError."""
+    hub = Hub("probe")
+    try:
+        peer = hub.connect(address)
+        peer.send(Ping())
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            for source, item in hub.poll(left):
+                if source is peer and isinstance(item, Ping):
+                    return item
+                if isinstance(item, Lost):
+                    raise PeerLost("the process closed the link")
+        raise TimeoutError(f"no sign of life within {timeout_s} s")
+    finally:
+        hub.close()

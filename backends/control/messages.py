@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole control vocabulary between our processes. Everything else on a link is a chunk.
+
+down: Open, Stop, Release          up: Accepted, Progress, Finished, Failed, Ping
+Outputs for the client are chunks too: their edge is "@" followed by the output's name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from backends.core.errors import ErrorInfo
+
+PROTOCOL_VERSION = 1
+INPUTS_EDGE = "@inputs"
+"""Edge of the one chunk that brings a run's media tensors, sent just before its Open."""
+OUTPUT_PREFIX = "@"
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of the control messages."""
+
+
+class Hello(Message, frozen=True, array_like=True, tag="hello"):
+    """First message on every link: who is speaking, and the GPU its tensors live on ("" = none)."""
+
+    version: int
+    name: str
+    gpu_uuid: str = ""
+
+
+class Open(Message, frozen=True, array_like=True, tag="open"):
+    """Start a run.
+
+    request     the client's request as JSON (core.generate)
+    reply       address of the orchestrator; "" for a direct call: results go back through the stub
+    upstream    stages that will feed the run
+    consumers   consumer stage → address of the instance that accepted this request
+    wanted      outputs of this stage the client asked for
+    has_inputs  a chunk on INPUTS_EDGE came before this message
+    direct      that chunk is the stage's input itself, as one last chunk (a direct call of a consumer stage)
+    stall_s     fail the run if an upstream edge is silent for so long while the engine waits; 0 = never
+    trace       W3C trace context, if any
+    """
+
+    run: bytes
+    request_id: str
+    request: bytes
+    reply: str = ""
+    upstream: tuple[str, ...] = ()
+    consumers: dict[str, str] = {}
+    wanted: tuple[str, ...] = ()
+    has_inputs: bool = False
+    direct: bool = False
+    stall_s: float = 0.0
+    trace: str = ""
+
+
+class Stop(Message, frozen=True, array_like=True, tag="stop"):
+    """End a run now; it answers with Finished(reason="stopped")."""
+
+    run: bytes
+
+
+class Release(Message, frozen=True, array_like=True, tag="release"):
+    """From the stub to its worker: Triton's side of the run is closed, its end may be told."""
+
+    run: bytes
+
+
+class Accepted(Message, frozen=True, array_like=True, tag="accepted"):
+    """A run was taken by the instance that listens at `address`."""
+
+    run: bytes
+    address: str = ""
+
+
+class Progress(Message, frozen=True, array_like=True, tag="progress"):
+    """A sign of life of a silent run."""
+
+    run: bytes
+    meta: dict[str, Any] = {}
+
+
+class Finished(Message, frozen=True, array_like=True, tag="finished"):
+    """A run is over. reason: "stop", "length", …, or "stopped" after a Stop."""
+
+    run: bytes
+    reason: str
+    usage: dict[str, float] = {}
+
+
+class Failed(Message, frozen=True, array_like=True, tag="failed"):
+    """A run failed. `reply_lost`: the orchestrator is gone, so nothing may be sent through Triton any more."""
+
+    run: bytes
+    error: ErrorInfo
+    reply_lost: bool = False
+
+
+class Ping(Message, frozen=True, array_like=True, tag="ping"):
+    """Sign of life of a process; a Ping received is answered with one.
+
+    state      "starting", "ready", "failed" (then `text` says why)
+    live       runs or requests in work
+    numbers    gauges and counters by name, for metrics
+    """
+
+    name: str = ""
+    state: str = ""
+    live: int = 0
+    text: str = ""
+    numbers: dict[str, float] = {}
+
+
+AnyMessage = Hello | Open | Stop | Release | Accepted | Progress | Finished | Failed | Ping
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """One message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> AnyMessage:
+    """The message in `data`; raises msgspec.ValidationError for anything else."""
+    return _decoder.decode(data)

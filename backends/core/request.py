@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request's life as a pure state machine: events in, actions out. No I/O, no clock, no threads.
+
+Rule 1: everything that decides how a request goes on lives in this file.
+Rule 2: this file does not know how anything is done.
+
+The life of one stage's run, and who moves it on:
+
+    IDLE ──Open──► OPENING ──Accepted──► RUNNING ──Finished / Failed──► CLOSED
+                      └────────Failed, OpenFailed─────────────────────────┘
+
+Stages are opened one after the other, consumers first, because a producer's Open carries the addresses of the
+consumer instances that accepted. A request ends exactly once; after its end only Stop, Release, Close and Done
+follow. It is Done, and may be forgotten, when every run it opened is closed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from backends.core.errors import Cancelled as CancelledError
+from backends.core.errors import OmniError, StageFailed
+from backends.core.pipeline import Pipeline
+
+
+class RunState(Enum):
+    IDLE = "idle"
+    OPENING = "opening"
+    RUNNING = "running"
+    CLOSED = "closed"
+
+
+class Outcome(Enum):
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+# --- events: what happened -----------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request was admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A stage's worker took the run."""
+
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFailed:
+    """A run could not be opened: no worker has it and nothing more will be heard of it."""
+
+    stage: str
+    error: OmniError
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A piece of an output came in; `item` must be emitted or released, exactly once."""
+
+    output: str
+    item: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run came to its natural end (also after a Stop)."""
+
+    stage: str
+    reason: str
+    usage: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A run failed and is closed. `lost`: its worker died, so nobody will close it from the other side."""
+
+    stage: str
+    error: OmniError
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The caller aborted or went away."""
+
+    reason: str = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """A deadline passed, or a limit of this request was exceeded."""
+
+    error: OmniError
+
+
+Event = Started | Accepted | OpenFailed | Arrived | Finished | Failed | Cancelled | Expired
+
+
+# --- actions: what to do -------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Open:
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    output: str
+    index: int
+    item: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    item: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The run is over on both sides. `lost`: its worker died, so its Triton stream may never end."""
+
+    stage: str
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The one end of a request, under the identity (`output`, `stage`) of its own final output."""
+
+    outcome: Outcome
+    output: str
+    stage: str
+    finish_reason: str
+    usage: dict[str, float]
+    error: OmniError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Nothing more will happen: forget the request."""
+
+
+Action = Open | Emit | Release | Stop | Close | End | Done
+
+
+@dataclass(eq=False)
+class Request:
+    """One request's state. `wanted` and `needed` are set at admission from the pipeline; the rest by events."""
+
+    pipeline: Pipeline
+    wanted: frozenset[str]
+    needed: frozenset[str]
+    outcome: Outcome | None = None
+    runs: dict[str, RunState] = field(init=False)
+    emitted: dict[str, int] = field(init=False)
+    usage: dict[str, float] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.runs = dict.fromkeys(self.pipeline.consumers_first(self.needed), RunState.IDLE)
+        self.emitted = dict.fromkeys((o.name for o in self.pipeline.outputs if o.name in self.wanted), 0)
+
+    @property
+    def final_output(self) -> str:
+        """The wanted output that ends last: the one declared last in the pipeline."""
+        return list(self.emitted)[-1]
+
+    @property
+    def open_runs(self) -> list[str]:
+        """Stages whose runs are opening or running."""
+        return [s for s, state in self.runs.items() if state in (RunState.OPENING, RunState.RUNNING)]
+
+    def on(self, event: Event) -> list[Action]:
+        """Take one event, return what has to be done, in order."""
+        match event:
+            case Started():
+                return self._open_next()
+            case Accepted(stage):
+                return self._accepted(stage)
+            case Arrived(output, item):
+                return self._arrived(output, item)
+            case Finished(stage, reason, usage):
+                return self._finished(stage, reason, usage)
+            case OpenFailed(stage, error):
+                return self._closed(stage, lost=True, error=error)
+            case Failed(stage, error, lost):
+                return self._closed(stage, lost, error)
+            case Cancelled(reason):
+                return self._end(Outcome.CANCELLED, CancelledError(reason)) + self._done()
+            case Expired(error):
+                return self._end(Outcome.FAILED, error) + self._done()
+
+    def _open_next(self) -> list[Action]:
+        """Open the next stage, unless one is still opening or the request is over."""
+        if self.outcome is not None or RunState.OPENING in self.runs.values():
+            return []
+        for stage, state in self.runs.items():
+            if state is RunState.IDLE:
+                self.runs[stage] = RunState.OPENING
+                return [Open(stage)]
+        return []
+
+    def _accepted(self, stage: str) -> list[Action]:
+        if self.runs[stage] is not RunState.OPENING:
+            return []
+        self.runs[stage] = RunState.RUNNING
+        # A run accepted after the end was opened before it: nobody told it to stop yet.
+        return self._open_next() if self.outcome is None else [Stop(stage)]
+
+    def _arrived(self, output: str, item: Any) -> list[Action]:
+        if self.outcome is not None or output not in self.emitted:
+            return [Release(item)]
+        index = self.emitted[output]
+        self.emitted[output] = index + 1
+        return [Emit(output, index, item)]
+
+    def _finished(self, stage: str, reason: str, usage: dict[str, float]) -> list[Action]:
+        if self.runs[stage] not in (RunState.OPENING, RunState.RUNNING):
+            return []
+        self.runs[stage] = RunState.CLOSED
+        if self.outcome is None:
+            self.reasons[stage] = reason
+            for name, count in usage.items():
+                self.usage[name] = self.usage.get(name, 0) + count
+        actions: list[Action] = [Close(stage)]
+        if all(self.runs[self.pipeline.output(o).stage] is RunState.CLOSED for o in self.emitted):
+            actions += self._end(Outcome.COMPLETED)
+        return actions + self._done()
+
+    def _closed(self, stage: str, lost: bool, error: OmniError) -> list[Action]:
+        if self.runs[stage] not in (RunState.OPENING, RunState.RUNNING):
+            return []
+        self.runs[stage] = RunState.CLOSED
+        ended = self._end(Outcome.FAILED, error if error.where else StageFailed(error.message, stage))
+        return [Close(stage, lost), *ended, *self._done()]
+
+    def _end(self, outcome: Outcome, error: OmniError | None = None) -> list[Action]:
+        if self.outcome is not None:
+            return []
+        self.outcome = outcome
+        running = [s for s, state in self.runs.items() if state is RunState.RUNNING]
+        return [*(Stop(s) for s in running), self._end_action(outcome, error)]
+
+    def _end_action(self, outcome: Outcome, error: OmniError | None) -> End:
+        stage = self.pipeline.output(self.final_output).stage
+        first = self.pipeline.output(next(iter(self.emitted))).stage
+        reason = {
+            Outcome.COMPLETED: self.reasons.get(first) or self.reasons.get(stage, "stop"),
+            Outcome.CANCELLED: "abort",
+            Outcome.FAILED: "error",
+        }[outcome]
+        return End(outcome, self.final_output, stage, reason, dict(self.usage), error)
+
+    def _done(self) -> list[Action]:
+        return [Done()] if self.outcome is not None and not self.open_runs else []
