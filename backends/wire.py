@@ -142,7 +142,7 @@ def _parameter(key: str, value: Any, kind: type) -> Any:
         if kind is list:
             return [item for item in str(value).split(",") if item]
         if kind is dict:
-            return msgspec.json.decode(str(value), type=dict)
+            return msgspec.json.decode(str(value), type=dict[str, Any])
         if kind is int and (isinstance(value, bool) or int(value) != float(value)):
             raise ValueError(value)
         return kind(value)

@@ -23,7 +23,8 @@ from backends.core.chunk import Chunk
 WINDOW_CHUNKS = 8  # per run and edge: enough to hide one round trip, small enough that a slow reader is felt at once
 LINK_CHUNKS = 4096  # per link: bounds descriptors in flight however many runs share it
 INLINE_BYTES = 8192  # payloads up to this travel inside the packet: cheaper than a slab slot (transport.md §3)
-MESSAGE_BYTES = 1 << 20  # cap of one packet; anything larger goes through shared memory
+PACKET_BYTES = 128 << 10  # cap of one packet: safely below a socket buffer of default size (net.core.wmem_max)
+MESSAGE_BYTES = 16 << 20  # cap of one message, a guard against nonsense; larger data belongs into chunks
 
 
 class PeerLost(ConnectionError):

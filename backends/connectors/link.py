@@ -11,7 +11,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 
-from backends.connectors.base import MESSAGE_BYTES, PeerLost
+from backends.connectors.base import PACKET_BYTES, PeerLost
 
 SEND_BUFFER_BYTES = 4 << 20  # the default 208 KiB makes bursts of small chunks wait for the reader
 PACKETS_PER_TURN = 256  # how much one busy peer may be read before others get their turn
@@ -27,6 +27,7 @@ class Link:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self.socket = sock
         self.lost = False
+        self._broken = False  # sending failed; what the peer sent before it died may still be read
         self._backlog: deque[tuple[bytes, tuple[int, ...]]] = deque()
 
     def fileno(self) -> int:
@@ -35,18 +36,20 @@ class Link:
     @property
     def backlog_packets(self) -> int:
         """Packets the kernel has not taken yet; the caller watches for writability while there are any."""
-        return len(self._backlog)
+        return 0 if self._broken else len(self._backlog)
 
     def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
         """Send one packet made of `parts`. Descriptors are duplicated here; the caller keeps its own."""
-        if self.lost:
+        if self.lost or self._broken:
             raise PeerLost("the peer is gone")
+        if sum(len(part) for part in parts) > PACKET_BYTES:
+            raise ValueError(f"a packet may have {PACKET_BYTES} bytes")
         if self._backlog or not self._try_send(parts, fds):
             self._backlog.append((b"".join(parts), tuple(os.dup(fd) for fd in fds)))
 
     def flush(self) -> None:
         """Hand waiting packets to the kernel, as far as it takes them."""
-        while self._backlog:
+        while self._backlog and not self._broken:
             packet, fds = self._backlog[0]
             if not self._try_send((packet,), fds):
                 return
@@ -58,7 +61,7 @@ class Link:
         packets: list[tuple[bytes, list[int]]] = []
         while not self.lost and len(packets) < PACKETS_PER_TURN:
             try:
-                packet, fds, _, _ = socket.recv_fds(self.socket, MESSAGE_BYTES, 2)
+                packet, fds, _, _ = socket.recv_fds(self.socket, PACKET_BYTES, 2)
             except BlockingIOError:
                 break
             except OSError:
@@ -85,7 +88,7 @@ class Link:
         except BlockingIOError:
             return False
         except OSError as error:
-            self.lost = True
+            self._broken = True
             raise PeerLost(f"the peer is gone ({error.strerror})") from None
         return True
 

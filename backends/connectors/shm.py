@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from backends.connectors.base import INLINE_BYTES, Credits, PeerLost
+from backends.connectors.base import INLINE_BYTES, MESSAGE_BYTES, Credits, PeerLost
 from backends.connectors.link import Link
 from backends.connectors.slab import Extents
 from backends.core.chunk import Chunk, Tensor, TensorSpec
@@ -32,7 +32,8 @@ SLAB_BYTES = 64 << 20  # virtual; the kernel backs only pages that were written
 BACKLOG_PACKETS = 64  # packets waiting in user space before `put` says "not now"
 TENSOR_ALIGN = 64  # a cache line, and enough for any vector load
 
-MESSAGE, CHUNK, ACK, SLAB, DEVICE = b"M", b"D", b"A", b"S", b"G"
+MESSAGE, LONG_MESSAGE, CHUNK, ACK, SLAB, DEVICE = b"M", b"L", b"D", b"A", b"S", b"G"
+LONG_MESSAGE_BYTES = 32 << 10  # longer messages (a chat's whole history) travel in a memfd of their own
 INLINE, IN_SLAB, ONE_SHOT, NO_PAYLOAD = range(4)
 _U32 = struct.Struct("<I")
 
@@ -132,48 +133,59 @@ class ShmConnector:
         """Chunks put and not yet acknowledged."""
         return len(self._sent)
 
+    @property
+    def buffered(self) -> bool:
+        """True if `get` has an item without asking the kernel, so that no readiness event will announce it."""
+        return bool(self._arrived)
+
     # --- sending -----------------------------------------------------------------------------------------------
     def send(self, message: bytes) -> None:
-        self.link.send((MESSAGE, message))
+        if len(message) > MESSAGE_BYTES:
+            raise ValueError(f"a message may have {MESSAGE_BYTES} bytes, not {len(message)}")
+        if len(message) <= LONG_MESSAGE_BYTES:
+            self.link.send((MESSAGE, message))
+            return
+        memfd = _Memfd(len(message))
+        memfd.view[:] = message
+        self.link.send((LONG_MESSAGE, _U32.pack(len(message))), (memfd.fd,))
+        memfd.close()
 
     def put(self, chunk: Chunk) -> bool:
         if self.link.lost:
             raise PeerLost("the peer is gone")
         if self.link.backlog_packets >= BACKLOG_PACKETS or not self.credits.free(chunk.run, chunk.edge):
             return False
-        tensors = chunk.tensors
-        if self._device is None and any(t.device != "cpu" for t in tensors):
-            raise TypeError(f"edge {chunk.edge}: a GPU tensor needs a connector with a device store")
-        on_device = [t for t in tensors if t.device != "cpu"]
-        on_host = [t for t in tensors if t.device == "cpu"]
-        sent = _Sent(chunk.run, chunk.edge)
-        layout, device_bytes = _lay_out(on_device)
-        if on_device:
-            assert self._device is not None
-            offset = self._device.alloc(device_bytes)
-            if offset is None and device_bytes:  # no room on the device: this chunk takes the way over the host
-                on_host, on_device = [self._device.to_host(t) if t.device != "cpu" else t for t in tensors], []
-            else:
-                sent.device_offset = offset if offset is not None else -1
-        host_layout, nbytes = _lay_out(on_host)
+        on_device, on_host, device_offset = self._split(chunk)
+        layout, nbytes = _lay_out(on_host)
         place, offset, memfd = self._place(nbytes)
         if place is None:
-            if sent.device_offset >= 0 and self._device is not None:
-                self._device.free(sent.device_offset)
+            self._free_device(device_offset)
             return False
-        sent.slab_offset = offset if place == IN_SLAB else -1
-        listed = [(t.spec, "cpu", at) for t, at in host_layout]
-        listed += [(t.spec, t.device, at) for t, at in layout] if on_device else []
+        device_layout, _ = _lay_out(on_device)
+        listed = [(t.spec, "cpu", at) for t, at in layout] + [(t.spec, t.device, at) for t, at in device_layout]
         header = Header(
             self._next_slot, chunk.run, chunk.edge, chunk.index, chunk.last, chunk.meta, listed,
-            place, max(offset, 0), nbytes, sent.device_offset,
+            place, max(offset, 0), nbytes, device_offset,
         )  # fmt: skip
-        self._write_device(sent.device_offset, layout if on_device else [])
-        self._transmit(header, host_layout, memfd)
-        self._sent[self._next_slot] = sent
-        self._next_slot += 1
+        self._write_device(device_offset, device_layout)
+        self._transmit(header, layout, memfd)
+        self._sent[self._next_slot] = _Sent(chunk.run, chunk.edge, offset, device_offset)
+        self._next_slot = (self._next_slot + 1) & 0xFFFFFFFF
         self.credits.take(chunk.run, chunk.edge)
         return True
+
+    def _split(self, chunk: Chunk) -> tuple[list[Tensor], list[Tensor], int]:
+        """(GPU tensors, host tensors, device offset). Without room on the device all go over the host."""
+        on_device = [t for t in chunk.tensors if t.device != "cpu"]
+        on_host = [t for t in chunk.tensors if t.device == "cpu"]
+        if not on_device:
+            return [], on_host, -1
+        if self._device is None:
+            raise TypeError(f"edge {chunk.edge}: a GPU tensor needs a connector with a device store")
+        offset = self._device.alloc(_lay_out(on_device)[1])
+        if offset is None:
+            return [], [t if t.device == "cpu" else self._device.to_host(t) for t in chunk.tensors], -1
+        return on_device, on_host, offset
 
     def _place(self, nbytes: int) -> tuple[int | None, int, _Memfd | None]:
         """Where a host payload goes: (place, offset in the slab, one-shot memfd); place None means no room now."""
@@ -237,7 +249,7 @@ class ShmConnector:
             self._device.settle()
         if not self.link.lost:
             try:
-                self.link.send((ACK, _U32.pack(slot.number & 0xFFFFFFFF)))
+                self.link.send((ACK, _U32.pack(slot.number)))
             except PeerLost:
                 return  # a dead sender needs no acknowledgement; `get` reports the loss
 
@@ -262,6 +274,10 @@ class ShmConnector:
             self._acknowledged(_U32.unpack(body)[0])
         elif kind == MESSAGE:
             self._arrived.append(bytes(body))
+        elif kind == LONG_MESSAGE:
+            with mmap.mmap(fds[0], _U32.unpack(body)[0], prot=mmap.PROT_READ) as mapping:
+                self._arrived.append(mapping[:])
+            os.close(fds[0])
         elif kind == SLAB:
             self._peer_slab = mmap.mmap(fds[0], SLAB_BYTES, prot=mmap.PROT_READ)
             os.close(fds[0])
@@ -277,8 +293,11 @@ class ShmConnector:
         self.credits.give(sent.run, sent.edge)
         if sent.slab_offset >= 0:
             self._extents.free(sent.slab_offset)
-        if sent.device_offset >= 0 and self._device is not None:
-            self._device.free(sent.device_offset)
+        self._free_device(sent.device_offset)
+
+    def _free_device(self, offset: int) -> None:
+        if offset >= 0 and self._device is not None:
+            self._device.free(offset)
 
     def _chunk(self, body: memoryview, fds: list[int]) -> Chunk:
         length = _U32.unpack_from(body)[0]

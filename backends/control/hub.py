@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import selectors
 import socket
@@ -69,8 +70,7 @@ class Peer:
         try:
             act()
         except PeerLost:
-            self._hub.report_lost(self)
-            return False
+            return False  # the hub reads EOF next and reports the loss, after all that had arrived
         self._hub.watch(self)
         return True
 
@@ -149,12 +149,6 @@ class Hub:
         items += [(None, self._posted.popleft()) for _ in range(len(self._posted))]
         return items
 
-    def report_lost(self, peer: Peer) -> None:
-        """Note that a link broke while sending; what had arrived is still delivered before the Lost."""
-        if not peer.lost:
-            peer.connector.link.lost = True
-            self._read(peer)
-
     def watch(self, peer: Peer) -> None:
         """Ask for writability exactly while packets wait."""
         waiting = peer.connector.link.backlog_packets > 0
@@ -186,22 +180,21 @@ class Hub:
         if peer.lost:
             return
         if mask & selectors.EVENT_WRITE:
-            try:
+            with contextlib.suppress(PeerLost):  # EOF follows and is reported there
                 peer.connector.flush()
-            except PeerLost:
-                self.report_lost(peer)
-                return
             self.watch(peer)
         if mask & selectors.EVENT_READ:
             self._read(peer)
 
     def _read(self, peer: Peer) -> None:
         try:
-            for _ in range(ITEMS_PER_TURN):
+            for taken in itertools.count(1):
                 item = peer.connector.get()
                 if item is None:
                     return
                 self._deliver(peer, item)
+                if taken >= ITEMS_PER_TURN and not peer.connector.buffered:
+                    return  # other peers get their turn; epoll reports the rest again
         except (PeerLost, msgspec.MsgspecError):  # a peer that speaks nonsense is as good as gone
             self._drop(peer)
 

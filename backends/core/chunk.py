@@ -62,7 +62,7 @@ class Chunk:
     index: int = 0
     last: bool = False
     tensors: tuple[Tensor, ...] = ()
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
     slot: Any = None
 
     def tensor(self, name: str) -> Tensor | None:

@@ -32,7 +32,7 @@ class Run:
     id: bytes
     request_id: str
     request: GenerateRequest
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    inputs: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     upstream: frozenset[str] = frozenset()
     wanted: frozenset[str] = frozenset()
     feeds: bool = False
@@ -51,7 +51,7 @@ class Send:
 
     run: Run
     tensors: tuple[Tensor, ...] = ()
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
     last: bool = False
 
 
@@ -62,7 +62,7 @@ class Output:
     run: Run
     name: str
     tensors: tuple[Tensor, ...] = ()
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Progress:
     """A sign of life with numbers, for long silent phases (denoising step 7 of 50)."""
 
     run: Run
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Finished:
 
     run: Run
     reason: str = "stop"
-    usage: dict[str, float] = field(default_factory=dict)
+    usage: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(slots=True)

@@ -15,6 +15,11 @@ from backends.core.generate import GenerateRequest
 Adapter = Callable[[Chunk], Any]
 
 
+def no_environment(context: EngineContext) -> Mapping[str, str]:
+    """The environment hook of an engine that needs no variables of its own."""
+    return {}
+
+
 def whole_chunk(chunk: Chunk) -> Chunk:
     """The adapter of an edge whose consumer reads chunks as they are."""
     return chunk
@@ -22,7 +27,7 @@ def whole_chunk(chunk: Chunk) -> Chunk:
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What a stage's engine is built from, in its worker."""
+    """What a stage's engine is built from, in its worker. `device` is "cpu" or "cuda"."""
 
     pipeline: str
     stage: str
@@ -38,6 +43,7 @@ class Stage:
     """One step of a pipeline: one Triton model, one engine.
 
     engine   makes the engine in the worker process; heavy imports belong inside the function
+    environment  variables its worker process starts with (thread counts, preloads); runs in the thin stub
     inputs   tensors a direct call may bring as one last chunk (name, dtype, shape with -1)
     outputs  tensors its chunks and outputs carry
     media    kind of media this entry stage consumes; it is opened only for requests that bring some
@@ -45,6 +51,7 @@ class Stage:
 
     name: str
     engine: Callable[[EngineContext], Engine]
+    environment: Callable[[EngineContext], Mapping[str, str]] = no_environment
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
     media: str = ""
@@ -94,7 +101,7 @@ class Pipeline:
     outputs: tuple[Output, ...]
     operations: tuple[Operation, ...]
     check: Callable[[GenerateRequest], None] = _no_check
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         names = [s.name for s in self.stages]
@@ -163,7 +170,7 @@ class Pipeline:
     def needed(self, request: GenerateRequest) -> frozenset[str]:
         """Stages to open: on the way from the entry to a wanted output, plus media stages the request needs."""
         operation = self.operation(request)
-        leading = frozenset().union(*(self._leading_to(self.output(n).stage) for n in self.wanted(request)))
+        leading = frozenset[str]().union(*(self._leading_to(self.output(n).stage) for n in self.wanted(request)))
         after_entry = self._following(operation.entry)
         media = request.media()
         fronts = {s.name for s in self.stages if s.media and s.media in media and s.name in leading}

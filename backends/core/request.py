@@ -163,8 +163,8 @@ class Request:
     outcome: Outcome | None = None
     runs: dict[str, RunState] = field(init=False)
     emitted: dict[str, int] = field(init=False)
-    usage: dict[str, float] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
+    usage: dict[str, float] = field(default_factory=dict[str, float])
+    reasons: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         self.runs = dict.fromkeys(self.pipeline.consumers_first(self.needed), RunState.IDLE)

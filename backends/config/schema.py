@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a machine does with a pipeline: deploy.yaml, and the same values as config.pbtxt parameters.
+
+Two layers and no third: pipeline.py says what is true of the model, deploy.yaml what this machine does. All
+defaults are here. Times in seconds, 0 disables a deadline.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ConfigError(ValueError):
+    """A deploy file or a model's parameters cannot be used; the text names the place and the key."""
+
+
+class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Admission, deadlines and limits of a pipeline's front door.
+
+    max_live           requests in work at once; more wait
+    max_queue          requests that may wait; more are refused with too_busy
+    queue_s            how long a request may wait
+    first_output_s     from admission to the first piece of output
+    stall_s            longest silence of an edge, or of a request after its first output
+    total_s            from arrival to end
+    max_request_bytes  size of the request's JSON
+    max_media_bytes    size of all media tensors of a request together
+    max_output_bytes   output waiting to be taken by Triton, per request: a slow reader ends with an error
+    """
+
+    max_live: Count = 64
+    max_queue: Annotated[int, msgspec.Meta(ge=0)] = 256
+    queue_s: Seconds = 60.0
+    first_output_s: Seconds = 120.0
+    stall_s: Seconds = 120.0
+    total_s: Seconds = 1800.0
+    max_request_bytes: Count = 1 << 20
+    max_media_bytes: Count = 256 << 20
+    max_output_bytes: Count = 256 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("queue_s", "first_output_s", "stall_s", "total_s"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number of seconds (0 disables it)")
+
+
+class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One stage on this machine.
+
+    instances        Triton instances, each with a worker of its own
+    device           "cpu", "cuda" (one GPU per instance, chosen by Triton) or "auto" (cuda where there is one)
+    start_timeout_s  how long loading the engine may take
+    hang_s           a worker without a sign of life for so long is killed and restarted
+    engine           options of the stage's engine; the engine knows its own keys
+    """
+
+    instances: Count = 1
+    device: str = "auto"
+    start_timeout_s: Seconds = 900.0
+    hang_s: Seconds = 120.0
+    engine: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda", "auto"):
+            raise ValueError(f"device must be cpu, cuda or auto, not '{self.device}'")
+
+
+class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A deploy.yaml."""
+
+    pipeline: str
+    stages: dict[str, StageDeploy]
+    orchestrator: OrchestratorDeploy = OrchestratorDeploy()
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def convert(values: Any, kind: type[T], place: str, strict: bool = True) -> T:
+    """`values` as `kind`; raises ConfigError naming `place`, the key and the nearest known key."""
+    try:
+        return msgspec.convert(values, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{place}: {error}{_hint(str(error), kind)}") from None
+
+
+def _hint(message: str, kind: type[msgspec.Struct]) -> str:
+    if "unknown field" not in message:
+        return ""
+    known = {name for struct in (kind, OrchestratorDeploy, StageDeploy) for name in struct.__struct_fields__}
+    near = difflib.get_close_matches(message.split("`")[1], sorted(known), n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+# --- config.pbtxt parameters ------------------------------------------------------------------------------------
+def to_parameters(deploy: OrchestratorDeploy | StageDeploy) -> dict[str, str]:
+    """A deploy section as flat text parameters; engine options become `engine.<key>` with a JSON value."""
+    values = msgspec.to_builtins(deploy)
+    engine = values.pop("engine", {})
+    flat = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+    return flat | {f"engine.{key}": json.dumps(value) for key, value in engine.items()}
+
+
+def from_parameters(parameters: Mapping[str, str], kind: type[T], place: str) -> T:
+    """The inverse of `to_parameters`, for what an operator may have edited by hand."""
+    values: dict[str, Any] = {}
+    for key, text in parameters.items():
+        group, _, name = key.partition(".")
+        if group == "engine" and name:
+            values.setdefault("engine", {})[name] = _json(text, f"{place}: {key}")
+        else:
+            values[key] = text
+    return convert(values, kind, place, strict=False)
+
+
+def _json(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise ConfigError(f"{place}: '{text}' is not JSON (text needs quotes)") from None

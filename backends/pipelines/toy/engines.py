@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deterministic tiny engines: tokens → frames → sine audio, and on request every way to misbehave.
+
+What a run does beyond its work is in the request, per stage (`stages.<stage>.<option>`), counted in chunks of
+that run: see Options.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from backends.core.chunk import Chunk, Tensor
+from backends.core.engine import Event, Failed, Finished, Output, Progress, Run, Send
+from backends.core.errors import BadRequest, StageFailed
+
+SAMPLE_RATE_HZ = 24_000
+SAMPLES_PER_FRAME = 240  # 10 ms, so that tests with thousands of frames stay small
+TONE_HZ = 440.0
+FRAMES_PER_TOKEN = 2
+FRAME_WIDTH = 8
+DEFAULT_TOKENS = 16
+QUEUE_CHUNKS = 4  # inputs a run takes before it says "not now": makes back-pressure visible in tests
+PAUSE_S = 0.002  # how long a step may wait for the next due run; other messages wait no longer than this
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a run behaves. `*_after` counts its chunks; None means never.
+
+    delay_s      at least so long between two chunks
+    hold_after   go silent, for ever
+    fail_after   fail this run
+    raise_after  raise out of step: the whole worker ends
+    die_after    kill -9 of the worker
+    hang_after   block inside step for `hang_s`
+    refuse       refuse the run at open
+    burst        chunks per step
+    frame_bytes  extra payload per chunk, checked by the consumer
+    progress     report progress before each chunk
+    """
+
+    delay_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    hold_after: Count | None = None
+    fail_after: Count | None = None
+    raise_after: Count | None = None
+    die_after: Count | None = None
+    hang_after: Count | None = None
+    hang_s: Annotated[float, msgspec.Meta(ge=0)] = 3600.0
+    refuse: bool = False
+    burst: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
+    frame_bytes: Annotated[int, msgspec.Meta(ge=0, le=256 << 20)] = 0
+    progress: bool = False
+
+
+def options(given: dict[str, Any], stage: str) -> Options:
+    """The run's options; raises BadRequest naming the key."""
+    try:
+        return msgspec.convert(given, Options)
+    except msgspec.ValidationError as error:
+        raise BadRequest(str(error), f"stages.{stage}") from None
+
+
+@dataclass(eq=False, slots=True)
+class ToyRun:
+    """State of one run: what waits, what was made, and when the next chunk is due."""
+
+    options: Options
+    waiting: deque[tuple[Any, bool]] = field(default_factory=deque[tuple[Any, bool]])
+    made: int = 0
+    phase: int = 0
+    due_s: float = 0.0
+
+
+Work = Callable[[Run, ToyRun], "list[Event] | None"]
+"""Make the next chunk's events, or None if there is nothing to make it from."""
+
+
+class ToyEngine:
+    """Steps every run that is due; `work` is what the stage does."""
+
+    def __init__(self, stage: str, work: Work) -> None:
+        self.stage = stage
+        self._work = work
+        self._runs: list[Run] = []
+
+    def open(self, run: Run) -> None:
+        state = ToyRun(options(run.options(self.stage), self.stage))
+        if state.options.refuse:
+            raise BadRequest("refused on request", f"stages.{self.stage}.refuse")
+        run.state = state
+        self._runs.append(run)
+
+    def feed(self, run: Run, inputs: Any, last: bool) -> bool:
+        if len(run.state.waiting) >= QUEUE_CHUNKS:
+            return False
+        run.state.waiting.append((inputs, last))
+        return True
+
+    def stop(self, run: Run) -> None:
+        if run in self._runs:
+            self._runs.remove(run)
+
+    @property
+    def busy(self) -> bool:
+        return any(self._can_work(run) for run in self._runs)
+
+    def step(self) -> Sequence[Event]:
+        ready = [run for run in self._runs if self._can_work(run)]
+        now = time.monotonic()
+        due = [run for run in ready if run.state.due_s <= now]
+        if not due and ready:
+            time.sleep(min(PAUSE_S, min(run.state.due_s for run in ready) - now))
+            return ()
+        events: list[Event] = []
+        for run in due:
+            run.state.due_s = now + run.state.options.delay_s
+            for _ in range(run.state.options.burst):
+                if run not in self._runs or not self._advance(run, events):
+                    break
+        return events
+
+    def close(self) -> None:
+        self._runs.clear()
+
+    def _can_work(self, run: Run) -> bool:
+        state: ToyRun = run.state
+        held = state.options.hold_after is not None and state.made >= state.options.hold_after
+        return not run.blocked and not held and (not run.upstream or bool(state.waiting))
+
+    def _advance(self, run: Run, events: list[Event]) -> bool:
+        """Make one chunk of one run; False if it made none."""
+        state: ToyRun = run.state
+        self._misbehave(state)
+        if state.options.fail_after is not None and state.made >= state.options.fail_after:
+            self._runs.remove(run)
+            events.append(Failed(run, StageFailed("failed on request", self.stage)))
+            return False
+        if state.options.hold_after is not None and state.made >= state.options.hold_after:
+            return False
+        made = self._work(run, state)
+        if made is None:
+            return False
+        if state.options.progress:
+            events.append(Progress(run, {"made": state.made}))
+        events += made
+        state.made += 1
+        if any(isinstance(event, Finished) for event in made):
+            self._runs.remove(run)
+        return True
+
+    def _misbehave(self, state: ToyRun) -> None:
+        wanted = state.options
+        if wanted.die_after is not None and state.made >= wanted.die_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if wanted.raise_after is not None and state.made >= wanted.raise_after:
+            raise RuntimeError("raised on request")
+        if wanted.hang_after is not None and state.made >= wanted.hang_after:
+            time.sleep(wanted.hang_s)
+
+
+def tokens(run: Run, state: ToyRun) -> list[Event] | None:
+    """Stage `tokens`: one word per step, `max_tokens` of them."""
+    total = run.request.sampling.max_tokens or DEFAULT_TOKENS
+    word = f"w{state.made} "
+    events: list[Event] = [Output(run, "text", meta={"text": word})]
+    if run.feeds:
+        events.append(Send(run, _filler(state), meta={"token": state.made}))
+    if state.made + 1 == total:
+        prompt = sum(len(p.text.split()) for m in run.request.messages for p in m.parts)
+        events.append(Finished(run, "length", {"prompt_tokens": prompt, "completion_tokens": total}))
+    return events
+
+
+def frames(run: Run, state: ToyRun) -> list[Event] | None:
+    """Stage `frames`: FRAMES_PER_TOKEN rows of the token's number; from a text, one token per word."""
+    if run.upstream:
+        if not state.waiting:
+            return None
+        token, last = state.waiting.popleft()
+    else:
+        words = run.request.input.split()
+        token, last = state.made, state.made + 1 >= len(words)
+    events: list[Event] = []
+    if token is not None:
+        rows = np.full((FRAMES_PER_TOKEN, FRAME_WIDTH), token, np.float32)
+        events.append(Send(run, (Tensor.of("frames", rows), *_filler(state)), {"token": token}))
+    if last:
+        events.append(Finished(run))
+    return events
+
+
+def wave(run: Run, state: ToyRun) -> list[Event] | None:
+    """Stage `wave`: a sine that goes on without a break over all frames."""
+    if not state.waiting:
+        return None
+    rows, last = state.waiting.popleft()
+    events: list[Event] = []
+    if rows:
+        audio = sine(state.phase, rows * SAMPLES_PER_FRAME)
+        state.phase += len(audio)
+        events.append(Output(run, "audio", (Tensor.of("audio", audio),), {"sample_rate": SAMPLE_RATE_HZ}))
+    if last:
+        events.append(Finished(run, "stop", {"audio_samples": state.phase}))
+    return events
+
+
+def sine(start: int, samples: int) -> np.ndarray:
+    """Samples `start` … of the toy voice; (samples,) float32."""
+    n = np.arange(start, start + samples, dtype=np.float64)
+    return (0.25 * np.sin(2 * math.pi * TONE_HZ / SAMPLE_RATE_HZ * n)).astype(np.float32)
+
+
+def token_of(chunk: Chunk) -> int | None:
+    """Adapter tokens → frames: the token's number; None for an empty last chunk."""
+    _check_filler(chunk)
+    return chunk.meta.get("token")
+
+
+def rows_of(chunk: Chunk) -> int:
+    """Adapter frames → wave: how many frames; checks that they carry their token's number."""
+    _check_filler(chunk)
+    tensor = chunk.tensor("frames")
+    if tensor is None:
+        return 0
+    rows = np.frombuffer(tensor.data, np.float32).reshape(tensor.spec.shape)
+    if "token" in chunk.meta and not np.all(rows == chunk.meta["token"]):
+        raise StageFailed("frames are not what was sent", "frames->wave")
+    return len(rows)
+
+
+def _filler(state: ToyRun) -> tuple[Tensor, ...]:
+    if not state.options.frame_bytes:
+        return ()
+    return (Tensor.of("filler", np.full(state.options.frame_bytes, state.made % 251, np.uint8)),)
+
+
+def _check_filler(chunk: Chunk) -> None:
+    tensor = chunk.tensor("filler")
+    if tensor is not None:
+        data = memoryview(tensor.data)
+        if data[0] != chunk.index % 251 or data[-1] != chunk.index % 251:
+            raise StageFailed("payload is not what was sent", f"edge {chunk.edge}")

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline `toy`: three stages that compute next to nothing, for tests of everything around them."""
+
+from __future__ import annotations
+
+from backends.core.chunk import TensorSpec
+from backends.core.engine import Engine
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest
+from backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
+from backends.pipelines.toy import engines
+
+VOICE = "sine"
+
+
+_WORK = {"tokens": engines.tokens, "frames": engines.frames, "wave": engines.wave}
+
+
+def _engine(context: EngineContext) -> Engine:
+    return engines.ToyEngine(context.stage, _WORK[context.stage])
+
+
+def check(request: GenerateRequest) -> None:
+    """Refuse what the toy cannot do, naming the field."""
+    if request.voice not in (None, VOICE):
+        raise BadRequest(f"unknown voice '{request.voice}'; available: {VOICE}", "voice")
+    if request.language not in (None, "en"):
+        raise BadRequest(f"unknown language '{request.language}'; available: en", "language")
+    if request.operation == "speech" and not request.input.strip():
+        raise BadRequest("there is nothing to speak", "input")
+    if request.operation == "chat" and not request.messages:
+        raise BadRequest("at least one message is needed", "messages")
+    if request.media():
+        raise BadRequest(f"this pipeline takes text only, not {', '.join(sorted(request.media()))}", "messages")
+    for stage, given in request.stages.items():
+        if stage not in _WORK:
+            raise BadRequest(f"unknown stage '{stage}'; stages: {', '.join(_WORK)}", f"stages.{stage}")
+        engines.options(given, stage)
+
+
+PIPELINE = Pipeline(
+    name="toy",
+    stages=(
+        Stage("tokens", _engine),
+        Stage("frames", _engine, outputs=(TensorSpec("frames", "float32", (-1, 8)),)),
+        Stage(
+            "wave",
+            _engine,
+            inputs=(TensorSpec("frames", "float32", (-1, 8)),),
+            outputs=(TensorSpec("audio", "float32", (-1,)),),
+        ),
+    ),
+    edges=(Edge("tokens", "frames", engines.token_of), Edge("frames", "wave", engines.rows_of)),
+    outputs=(Output("text", "tokens"), Output("audio", "wave")),
+    operations=(Operation("chat", "tokens", ("text",)), Operation("speech", "frames", ("audio",))),
+    check=check,
+    about={"voices": [VOICE], "languages": ["en"], "sample_rate": 24_000},
+)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m backends.worker`: one engine worker. Started by its stage's stub, never by hand.
+
+It tells the stub "ready" (or "failed" and why) with its first Ping, serves until the stub is gone, and exits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from backends.control.hub import Hub, Peer
+from backends.control.messages import Ping
+from backends.core.pipeline import EngineContext
+from backends.pipelines import load
+from backends.worker.loop import Worker
+
+log = logging.getLogger("triton_omni.worker")
+
+
+def main() -> int:
+    """Load the engine, say so, serve."""
+    parser = argparse.ArgumentParser(prog="backends.worker")
+    parser.add_argument("--fd", type=int, required=True, help="our end of the stub's socket pair")
+    parser.add_argument("--address", type=Path, required=True, help="unix socket to listen on")
+    parser.add_argument("--pipeline", required=True)
+    parser.add_argument("--stage", required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--models-dir", default="")
+    parser.add_argument("--options", default="{}", help="engine options as JSON")
+    args = parser.parse_args()
+    logging.basicConfig(
+        level=os.environ.get("TRITON_OMNI_LOG", "INFO"),
+        format=f"%(levelname).1s %(asctime)s {args.pipeline}_{args.stage} %(message)s",
+        stream=sys.stderr,
+    )
+    sock = socket.socket(fileno=args.fd)
+    threading.Thread(target=_exit_with_stub, args=(args.fd,), name="watch-dog", daemon=True).start()
+    name = f"{args.pipeline}/{args.stage}"
+    hub = Hub(name, args.address)
+    stub = hub.adopt(sock)
+    try:
+        pipeline = load(args.pipeline)
+        context = EngineContext(args.pipeline, args.stage, json.loads(args.options), args.device, args.models_dir)
+        engine = pipeline.stage(args.stage).engine(context)
+    except Exception as error:  # whatever stops an engine from loading becomes the model's load error, in words
+        log.exception("the engine did not load")
+        _say(hub, stub, Ping(name, "failed", 0, f"{type(error).__name__}: {error}"))
+        return 1
+    stub.send(Ping(name, "ready"))
+    try:
+        Worker(pipeline, args.stage, engine, hub).run_forever(stub)
+    finally:
+        engine.close()
+        hub.close()
+    return 0
+
+
+def _say(hub: Hub, stub: Peer, message: Ping) -> None:
+    """Send a last message and wait until it has left."""
+    stub.send(message)
+    while stub.connector.link.backlog_packets and not stub.lost:
+        hub.poll(1.0)
+
+
+def _exit_with_stub(fd: int) -> None:
+    """End the process when the stub's end of the socket closes, also while the loop is inside a long step."""
+    poller = select.poll()
+    poller.register(fd, select.POLLHUP | select.POLLRDHUP)
+    poller.poll()
+    log.info("the stub is gone")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

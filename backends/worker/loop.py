@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine worker's one loop: take what came in, feed the engine, step it, deliver what it made."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from backends.connectors.base import PeerLost
+from backends.control.hub import Hub, Lost, Peer
+from backends.control.messages import (
+    INPUTS_EDGE,
+    OUTPUT_PREFIX,
+    Accepted,
+    Failed,
+    Finished,
+    Open,
+    Ping,
+    Progress,
+    Release,
+    Stop,
+)
+from backends.core import engine as eng
+from backends.core.chunk import Chunk
+from backends.core.errors import DeadlineExceeded, ErrorInfo, OmniError, StageFailed, Unavailable
+from backends.core.generate import GenerateRequest, decode_request
+from backends.core.pipeline import Pipeline
+from backends.worker.record import Record, Sink, Waiting
+
+log = logging.getLogger("triton_omni.worker")
+
+TICK_S = 1.0  # sign of life to the stub, and the resolution of stall deadlines
+
+
+class Worker:
+    """Drives one engine for one stage instance. All state about a run is its Record."""
+
+    def __init__(
+        self, pipeline: Pipeline, stage: str, engine: eng.Engine, hub: Hub, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.pipeline = pipeline
+        self.stage = pipeline.stage(stage)
+        self.engine = engine
+        self.hub = hub
+        self.stub: Peer | None = None
+        self.records: dict[bytes, Record] = {}
+        self.numbers: dict[str, float] = dict.fromkeys(
+            ("runs", "steps", "step_s", "chunks_out", "bytes_out", "finished", "failed", "stopped"), 0.0
+        )
+        self._adapters = {e.source: e.adapter for e in pipeline.edges if e.target == stage}
+        self._early_inputs: dict[bytes, tuple[Peer, Chunk]] = {}
+        self._clock = clock
+        self._next_tick = 0.0
+
+    def run_forever(self, stub: Peer) -> None:
+        """Serve until the stub is gone."""
+        self.stub = stub
+        while not stub.lost:
+            self.turn(0.0 if self.engine.busy else max(0.0, self._next_tick - self._clock()))
+
+    def turn(self, timeout_s: float) -> None:
+        """One turn of the loop: receive, feed, step, deliver."""
+        for peer, item in self.hub.poll(timeout_s):
+            if peer is not None:
+                self._receive(peer, item)
+        self._feed()
+        if self.engine.busy:
+            self._deliver(self._step())
+        self._settle()
+        if self._clock() >= self._next_tick:
+            self._tick()
+
+    # --- receive -------------------------------------------------------------------------------------------------
+    def _receive(self, peer: Peer, item: object) -> None:
+        match item:
+            case Chunk():
+                self._on_chunk(peer, item)
+            case Open():
+                self._on_open(peer, item)
+            case Stop(run=run):
+                self._on_stop(run)
+            case Release(run=run):
+                self._on_release(run)
+            case Failed(run=run, error=error):  # a producer tells its consumers why no more will come
+                if run in self.records:
+                    self._fail(self.records[run], error.error())
+            case Ping():
+                peer.send(self._ping())
+            case Lost():
+                self._on_lost(peer)
+            case _:
+                log.warning("unexpected message %s from %s", type(item).__name__, peer.name)
+
+    def _on_open(self, stub: Peer, message: Open) -> None:
+        inputs = self._early_inputs.pop(message.run, None)
+        reply = stub
+        try:
+            reply = self._connect(message.reply, "orchestrator") if message.reply else stub
+            record = self._record(stub, reply, message, inputs)
+            self.engine.open(record.run)
+        except OmniError as error:
+            self._refuse(stub, reply, message, inputs, error)
+        except Exception as error:  # the engine-loop border: a bug in one run must not end the others
+            log.exception("open failed: request %s", message.request_id)
+            self._refuse(stub, reply, message, inputs, ErrorInfo.of(error, self.stage.name).error())
+        else:
+            self.records[message.run] = record
+            self.numbers["runs"] += 1
+            if not record.direct:
+                reply.send(Accepted(message.run, self.hub.address))
+            stub.send(Accepted(message.run, self.hub.address))
+            if message.direct:
+                self._feed_direct(record)
+
+    def _record(self, stub: Peer, reply: Peer, message: Open, inputs: tuple[Peer, Chunk] | None) -> Record:
+        """The run's record; raises Unavailable if a consumer is gone."""
+        sinks = {target: Sink(self._connect(at, target), self.stage.name) for target, at in message.consumers.items()}
+        for name in message.wanted:
+            sinks[OUTPUT_PREFIX + name] = Sink(reply, OUTPUT_PREFIX + name)
+        if not message.reply and not message.wanted:  # a direct call of a stage without client outputs
+            sinks[OUTPUT_PREFIX] = Sink(reply, OUTPUT_PREFIX)
+        run = eng.Run(
+            message.run,
+            message.request_id,
+            decode_request(message.request),
+            {t.name: t for t in inputs[1].tensors} if inputs and not message.direct else {},
+            upstream=frozenset(message.upstream),
+            wanted=frozenset(message.wanted),
+            feeds=any(_feeds(key) for key in sinks),
+        )
+        return Record(run, stub, reply, sinks, set(message.upstream), message.stall_s, self._clock(), inputs)
+
+    def _connect(self, address: str, whom: str) -> Peer:
+        try:
+            return self.hub.connect(address)
+        except PeerLost:
+            raise Unavailable(f"{whom} is not reachable", whom) from None
+
+    def _refuse(
+        self, stub: Peer, reply: Peer, message: Open, inputs: tuple[Peer, Chunk] | None, error: OmniError
+    ) -> None:
+        """The run never started: its record lives only until the stub has closed Triton's side."""
+        run = eng.Run(message.run, message.request_id, GenerateRequest())
+        refused = Record(run, stub, reply, {}, set(), 0.0, self._clock(), inputs)
+        self.records[message.run] = refused
+        self._end(refused, Failed(message.run, ErrorInfo.of(error, self.stage.name)))
+
+    def _feed_direct(self, record: Record) -> None:
+        """Turn a direct call's tensors into the one last chunk of its (only) upstream edge."""
+        assert record.inputs is not None and len(record.open) == 1, "a direct call feeds exactly one edge"
+        peer, chunk = record.inputs
+        record.inputs = None
+        source = min(record.open)
+        self._queue(record, peer, Chunk(record.run.id, source, 0, True, chunk.tensors, chunk.meta, chunk.slot))
+
+    def _on_chunk(self, peer: Peer, chunk: Chunk) -> None:
+        if chunk.edge == INPUTS_EDGE:
+            self._early_inputs[chunk.run] = (peer, chunk)
+            return
+        record = self.records.get(chunk.run)
+        if record is None or record.ended is not None or chunk.edge not in record.open:
+            peer.release(chunk)  # late: the run is over here
+            return
+        self._queue(record, peer, chunk)
+
+    def _queue(self, record: Record, peer: Peer, chunk: Chunk) -> None:
+        expected = record.expected.get(chunk.edge, 0)
+        if chunk.index != expected:
+            peer.release(chunk)
+            where = f"{chunk.edge}->{self.stage.name}"
+            self._fail(record, StageFailed(f"chunk {chunk.index} came instead of {expected}", where))
+            return
+        record.expected[chunk.edge] = expected + 1
+        record.sources[chunk.edge] = peer
+        record.heard_at = self._clock()
+        if chunk.last:
+            record.open.discard(chunk.edge)
+        try:
+            inputs = self._adapters[chunk.edge](chunk)
+        except Exception as error:  # an adapter sees what another process sent; it must not take the loop along
+            peer.release(chunk)
+            log.exception("adapter failed: request %s edge %s", record.run.request_id, chunk.edge)
+            self._fail(record, ErrorInfo.of(error, self.stage.name).error())
+            return
+        record.inbox.append(Waiting(peer, chunk, inputs, chunk.last))
+
+    def _on_stop(self, run: bytes) -> None:
+        record = self.records.get(run)
+        if record is not None and record.ended is None:
+            self.engine.stop(record.run)
+            self.numbers["stopped"] += 1
+            self._end(record, Finished(run, "stopped"))
+
+    def _on_release(self, run: bytes) -> None:
+        record = self.records.pop(run, None)
+        if record is not None and record.ended is not None and not record.direct:
+            record.reply.send(record.ended)
+
+    def _on_lost(self, peer: Peer) -> None:
+        for key in [k for k, (owner, _) in self._early_inputs.items() if owner is peer]:
+            del self._early_inputs[key]
+        for record in list(self.records.values()):
+            if record.ended is not None:
+                continue
+            if peer is record.reply:
+                self.engine.stop(record.run)
+                gone = ErrorInfo(Unavailable.code, "the orchestrator died", "orchestrator")
+                self._end(record, Failed(record.run.id, gone, reply_lost=True))
+            else:
+                self._fail_if_bound(record, peer)
+
+    def _fail_if_bound(self, record: Record, peer: Peer) -> None:
+        dead = [source for source, owner in record.sources.items() if owner is peer and source in record.open]
+        dead += [key for key, sink in record.sinks.items() if sink.peer is peer]
+        if dead:
+            self._fail(record, StageFailed("the stage's worker died", dead[0]))
+
+    # --- feed, step, deliver ---------------------------------------------------------------------------------------
+    def _feed(self) -> None:
+        """Offer waiting inputs to the engine; what it refuses stays unacknowledged."""
+        for record in [r for r in self.records.values() if r.inbox]:
+            try:
+                while record.inbox and self.engine.feed(record.run, record.inbox[0].inputs, record.inbox[0].last):
+                    waiting = record.inbox.popleft()
+                    waiting.peer.release(waiting.chunk)
+            except OmniError as error:
+                self._fail(record, error)
+
+    def _step(self) -> Sequence[eng.Event]:
+        started = self._clock()
+        try:
+            events = self.engine.step()
+        except Exception as error:  # the engine-loop border: its state is unknown now, so every run ends
+            log.exception("step failed; %d runs end", len(self.records))
+            info = ErrorInfo.of(error, self.stage.name)
+            for record in [r for r in self.records.values() if r.ended is None]:
+                self._end(record, Failed(record.run.id, info))
+            self._settle()
+            raise
+        self.numbers["steps"] += 1
+        self.numbers["step_s"] += self._clock() - started
+        return events
+
+    def _deliver(self, events: Sequence[eng.Event]) -> None:
+        for event in events:
+            record = self.records.get(event.run.id)
+            if record is None or record.ended is not None:
+                continue
+            match event:
+                case eng.Send(run, tensors, meta, last):
+                    self._send(record, run, tensors, meta, last)
+                case eng.Output(run, name, tensors, meta):
+                    sink = record.sinks.get(OUTPUT_PREFIX + name)
+                    if sink is not None:
+                        sink.add(run.id, tensors, meta, False)
+                case eng.Progress(run, meta):
+                    if not record.direct:
+                        record.reply.send(Progress(run.id, meta))
+                case eng.Finished(run, reason, usage):
+                    self.numbers["finished"] += 1
+                    self._send(record, run, (), {}, True)
+                    self._end(record, Finished(run.id, reason, usage))
+                case eng.Failed(run, error):
+                    self._fail(record, error, engine_has_it=False)
+
+    def _send(self, record: Record, run: eng.Run, tensors: tuple, meta: dict, last: bool) -> None:
+        """Queue a chunk for every consumer that has not had its last one."""
+        for key, sink in record.sinks.items():
+            if _feeds(key) and not sink.closed:
+                sink.add(run.id, tensors, meta, last)
+
+    def _settle(self) -> None:
+        """Send what there is credit for; tell the stub of runs that are over and whose chunks are all out."""
+        for record in self.records.values():
+            clear = True
+            for sink in record.sinks.values():
+                if sink.queue:
+                    chunks, nbytes = sink.pump()
+                    self.numbers["chunks_out"] += chunks
+                    self.numbers["bytes_out"] += nbytes
+                    clear &= not sink.queue
+            record.run.blocked = not clear
+            if clear and record.ended is not None and not record.told:
+                record.told = True
+                record.stub.send(record.ended)
+
+    # --- ends ----------------------------------------------------------------------------------------------------
+    def _fail(self, record: Record, error: OmniError, engine_has_it: bool = True) -> None:
+        """End one run with an error, and tell its consumers why nothing more will come."""
+        if record.ended is not None:
+            return
+        if engine_has_it:
+            self.engine.stop(record.run)
+        info = ErrorInfo.of(error, self.stage.name)
+        log.warning("request %s failed: %s", record.run.request_id, info.error().line())
+        for key, sink in record.sinks.items():
+            if not key.startswith(OUTPUT_PREFIX):
+                sink.peer.send(Failed(record.run.id, info))
+        self._end(record, Failed(record.run.id, info))
+
+    def _end(self, record: Record, end: Finished | Failed) -> None:
+        """The run is over. A natural end waits for its chunks to leave; any other drops them."""
+        record.ended = end
+        record.release_inputs()
+        if isinstance(end, Failed):
+            self.numbers["failed"] += 1
+        if isinstance(end, Failed) or end.reason == "stopped":
+            for sink in record.sinks.values():
+                sink.queue.clear()
+
+    def _tick(self) -> None:
+        now = self._clock()
+        self._next_tick = now + TICK_S
+        if self.stub is not None:
+            self.stub.send(self._ping())
+        for record in list(self.records.values()):
+            silent = now - record.heard_at
+            if record.stall_s and record.open and not record.inbox and record.ended is None and silent > record.stall_s:
+                edge = f"{min(record.open)}->{self.stage.name}"
+                self._fail(record, DeadlineExceeded(f"no chunk for {silent:.1f} s", edge))
+
+    def _ping(self) -> Ping:
+        live = sum(1 for r in self.records.values() if r.ended is None)
+        return Ping(f"{self.pipeline.name}/{self.stage.name}", "ready", live, "", dict(self.numbers))
+
+
+def _feeds(sink: str) -> bool:
+    """True for a sink that takes the stage's chunks: a consumer stage, or the stub of a direct call."""
+    return sink == OUTPUT_PREFIX or not sink.startswith(OUTPUT_PREFIX)
