@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports, flags and environment of one tritonserver, its start and its state. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import http
+import http.client
+import json
+import os
+import shlex
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from backends.supervisor import processes
+from backends.supervisor.locate import RUN_DIR_VARIABLE, Server
+from backends.supervisor.problem import Problem
+from backends.supervisor.rundir import RunDir
+
+LOCAL = "127.0.0.1"
+KEY_HEADER = "triton-omni-key"
+RESTRICTED = "model-repository,shared-memory"
+_STDERR_TAIL_LINES = 25
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where one server listens; metrics included."""
+
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+    openai: int = 9000
+
+
+def free_ports() -> Ports:
+    """Ports nobody listens on now."""
+    holders = [socket.socket() for _ in range(4)]
+    try:
+        for holder in holders:
+            holder.bind((LOCAL, 0))
+        return Ports(*(holder.getsockname()[1] for holder in holders))
+    finally:
+        for holder in holders:
+            holder.close()
+
+
+def check_ports(ports: Ports, host: str = LOCAL, proxy: bool = True) -> None:
+    """Raises Problem naming the first port that is taken."""
+    wanted = {"http": ports.http, "grpc": ports.grpc, "metrics": ports.metrics}
+    if proxy:
+        wanted["openai"] = ports.openai
+    for name, port in wanted.items():
+        with socket.socket() as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                trial.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise Problem(f"cannot listen on {host}:{port}: {error.strerror}", "use another --host") from error
+                raise Problem(
+                    f"port {port} ({name}) is in use on {host}",
+                    f"end what listens there (ss -ltnp 'sport = :{port}' shows it), "
+                    f"or choose --{name}-port N, or --any-port for free ones",
+                ) from error
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One server's start: what is run, with which environment.
+
+    key  random word that a caller of the model-repository and shared-memory APIs must send; empty: no restriction
+    """
+
+    server: Server
+    repositories: Sequence[Path]
+    ports: Ports
+    run_dir: RunDir
+    host: str = LOCAL
+    key: str = ""
+    explicit: bool = True
+    exit_timeout_s: int = 60
+    flags: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self) -> list[str]:
+        """The tritonserver command line."""
+        ports, key = self.ports, f"{KEY_HEADER}={self.key}"
+        command = [
+            str(self.server.binary),
+            *(f"--model-repository={path}" for path in self.repositories),
+            f"--backend-directory={self.server.backends}",
+            f"--http-address={self.host}",
+            f"--http-port={ports.http}",
+            f"--grpc-address={self.host}",
+            f"--grpc-port={ports.grpc}",
+            f"--metrics-address={self.host}",
+            f"--metrics-port={ports.metrics}",
+            f"--backend-config=python,shm-region-prefix-name={self.run_dir.shm_prefix}",
+            f"--exit-timeout-secs={self.exit_timeout_s}",
+        ]
+        if self.explicit:
+            command += ["--model-control-mode=explicit", "--load-model=*"]
+        if self.key:
+            command += [
+                f"--http-restricted-api={RESTRICTED}:{key}",
+                f"--grpc-restricted-protocol={RESTRICTED}:{key}",
+            ]
+        return [*command, *self.flags]
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The server's whole environment."""
+        own = {RUN_DIR_VARIABLE: str(self.run_dir.path)}
+        return {**self.server.full_environment(base), **self.variables, **own}
+
+    def by_hand(self) -> str:
+        """The same start as one shell command; it works when typed by hand, without the run folder."""
+        path = self.server.environment.get("PATH", "")
+        shown = {**self.server.environment, **self.variables}
+        if path:
+            shown["PATH"] = path.split(":")[0] + ":$PATH"
+        words = [f'{name}="{value}"' for name, value in shown.items()]
+        unset = [f"-u {name}" for name in ("PYTHONHOME", "PYTHONPATH")]
+        return " ".join(["env", *unset, *words, *(shlex.quote(word) for word in self.command())])
+
+    def start(self, log: Path) -> subprocess.Popen[bytes]:
+        """Start the server, its output appended to `log`. Not from the repository: its packages must be installed."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as sink:
+            return processes.start(self.command(), self.environment(os.environ), sink.fileno(), tempfile.gettempdir())
+
+    def api(self) -> Api:
+        """Access to the running server."""
+        return Api(LOCAL if self.host == "0.0.0.0" else self.host, self.ports.http, self.key)
+
+
+@dataclass(frozen=True)
+class Api:
+    """The few HTTP calls to tritonserver that a supervisor needs."""
+
+    host: str
+    port: int
+    key: str = ""
+
+    def call(self, method: str, path: str, body: Any = None, timeout_s: float = 5.0) -> tuple[int, Any]:
+        """Status and decoded answer (None if it is no JSON). Raises OSError if the server cannot be reached."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        headers = {"Content-Type": "application/json", **({KEY_HEADER: self.key} if self.key else {})}
+        try:
+            connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+            answer = connection.getresponse()
+            data = answer.read()
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"{path}: {error!r}") from error
+        finally:
+            connection.close()
+        try:
+            return answer.status, json.loads(data)
+        except ValueError:
+            return answer.status, None
+
+    def is_live(self, timeout_s: float = 5.0) -> bool:
+        """True if the server answers at all."""
+        return self._answers("/v2/health/live", timeout_s)
+
+    def is_ready(self, timeout_s: float = 5.0) -> bool:
+        """True if every model is loaded."""
+        return self._answers("/v2/health/ready", timeout_s)
+
+    def _answers(self, path: str, timeout_s: float) -> bool:
+        try:
+            return self.call("GET", path, timeout_s=timeout_s)[0] == http.HTTPStatus.OK
+        except OSError:
+            return False
+
+    def models(self, timeout_s: float = 5.0) -> dict[str, tuple[str, str]]:
+        """State and reason of each model the server knows; empty while it does not answer."""
+        try:
+            status, index = self.call("POST", "/v2/repository/index", {}, timeout_s)
+        except OSError:
+            return {}
+        if status != http.HTTPStatus.OK or not isinstance(index, list):
+            return {}
+        return {m["name"]: (m.get("state", ""), m.get("reason", "")) for m in index}
+
+    def unload(self, model: str, timeout_s: float) -> str:
+        """Unload a model; returns an error text, or nothing."""
+        return self._control(model, "unload", timeout_s)
+
+    def load(self, model: str, timeout_s: float) -> str:
+        """Load a model; returns an error text, or nothing."""
+        return self._control(model, "load", timeout_s)
+
+    def _control(self, model: str, verb: str, timeout_s: float) -> str:
+        try:
+            status, answer = self.call("POST", f"/v2/repository/models/{model}/{verb}", {}, timeout_s)
+        except OSError as error:
+            return f"{verb} {model}: {error}"
+        if status == http.HTTPStatus.OK:
+            return ""
+        return f"{verb} {model}: {answer['error'] if isinstance(answer, dict) and 'error' in answer else status}"
+
+
+def log_tail(log: Path, lines: int = _STDERR_TAIL_LINES) -> str:
+    """The last lines of a server's log, for an error text."""
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""

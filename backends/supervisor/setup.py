@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python3 -m backends.supervisor.setup`: makes everything that the local server needs; does only what is missing.
+
+Runs with a bare Python: this file must be readable by old versions too, so that they can be told apart.
+"""
+
+import argparse
+import errno
+import sys
+import time
+
+SUPPORTED = ((3, 11), (3, 12))
+
+
+def python_problem(version):
+    """What is wrong with this Python version, or an empty text. (No annotations: an old Python must get here.)"""
+    if tuple(version[:2]) in SUPPORTED:
+        return ""
+    return (
+        "Triton-Omni's local server needs Python 3.11 or 3.12, this is %d.%d (%s): its stubs need numpy 1.26, and "
+        "vLLM needs 3.11.\n  Way out: make setup PYTHON=python3.11 (Debian: apt-get install python3.11-venv "
+        "libpython3.11; also fine: uv python install 3.12, conda create python=3.12)"
+        % (version[0], version[1], sys.executable)
+    )
+
+
+def say(text):
+    """One line of progress, at once even into a pipe."""
+    print(text, flush=True)
+
+
+def main(arguments=None):
+    """Run set-up; returns the exit code."""
+    wrong = python_problem(sys.version_info)
+    if wrong:
+        say("setup: " + wrong)
+        return 1
+    from backends.supervisor import stamps, steps
+    from backends.supervisor.home import find_home
+    from backends.supervisor.problem import Problem
+
+    parser = argparse.ArgumentParser(prog="backends.supervisor.setup", description=__doc__)
+    parser.add_argument(
+        "--extras", default="cpu,client,dev", help="extras of pyproject.toml for the engine environment"
+    )
+    parser.add_argument("--again", action="append", default=[], metavar="STEP", help="repeat a step that is done")
+    options = parser.parse_args(arguments)
+    home = find_home()
+    start = time.monotonic()
+    say("setup: into %s" % home.root)
+    try:
+        home.root.mkdir(parents=True, exist_ok=True)
+        with stamps.only_one(home.root / "setup.lock", say):
+            todo = steps.all_steps(steps.Context(home, say, options.extras))
+            stamps.run_steps(todo, home.stamps, say, frozenset(options.again))
+    except Problem as problem:
+        say("setup: %s" % problem)
+        return 1
+    except KeyboardInterrupt:
+        say("setup: interrupted; run it again, it goes on where it stopped")
+        return 130
+    except OSError as error:
+        from backends.supervisor.pip import disk_full
+
+        if error.errno != errno.ENOSPC:
+            raise
+        say("setup: %s" % disk_full(home.root))
+        return 1
+    say("setup: complete after %.0f s" % (time.monotonic() - start))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

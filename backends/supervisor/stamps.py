@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that are done once: each leaves a stamp with a hash of its inputs, so a second set-up does only what changed."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+Input = str | Path
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of set-up.
+
+    inputs   texts and files; a change of any makes the step run again
+    results  paths that must exist for the stamp to count
+    about    what it does and how long that takes, shown while it runs
+    """
+
+    name: str
+    about: str
+    run: Callable[[], None]
+    inputs: Sequence[Input] = ()
+    results: Sequence[Path] = ()
+    always: bool = False
+
+    def digest(self) -> str:
+        """Hash of the inputs: texts as they are, files by content."""
+        state = hashlib.sha256()
+        for item in self.inputs:
+            data = item.encode() if isinstance(item, str) else item.read_bytes()
+            state.update(hashlib.sha256(data).digest())
+        return state.hexdigest()
+
+
+def is_done(step: Step, stamps: Path) -> bool:
+    """True if the step's stamp matches its inputs and its results are there."""
+    if step.always or not all(path.exists() for path in step.results):
+        return False
+    try:
+        stamp = json.loads((stamps / f"{step.name}.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return stamp.get("inputs") == step.digest()
+
+
+def write_stamp(step: Step, stamps: Path, seconds: float) -> None:
+    """Say that the step is done; the rename makes a stamp whole or absent."""
+    stamps.mkdir(parents=True, exist_ok=True)
+    target = stamps / f"{step.name}.json"
+    draft = target.with_suffix(".new")
+    draft.write_text(json.dumps({"inputs": step.digest(), "seconds": round(seconds, 1), "about": step.about}))
+    draft.replace(target)
+
+
+def run_steps(steps: Sequence[Step], stamps: Path, say: Say, again: frozenset[str] = frozenset()) -> None:
+    """Run what is not done yet, in order, each with its number and its seconds. `again` names steps to repeat."""
+    for number, step in enumerate(steps, 1):
+        head = f"[{number}/{len(steps)}] {step.name}"
+        if step.name not in again and is_done(step, stamps):
+            say(f"{head}: done before")
+            continue
+        say(f"{head}: {step.about}")
+        start = time.monotonic()
+        (stamps / f"{step.name}.json").unlink(missing_ok=True)
+        step.run()
+        seconds = time.monotonic() - start
+        write_stamp(step, stamps, seconds)
+        say(f"{head}: done in {seconds:.1f} s")
+
+
+@contextmanager
+def only_one(lock: Path, say: Say) -> Iterator[None]:
+    """Hold the set-up lock; a second set-up waits for the first. The kernel drops the lock of a process that died."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("a+") as handle:
+        if not _try_lock(handle):
+            handle.seek(0)
+            say(f"another set-up is running (pid {handle.read().strip() or 'unknown'}); waiting for it")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        handle.truncate(0)
+        handle.write(str(os.getpid()))
+        handle.flush()
+        yield
+
+
+def _try_lock(handle: IO[str]) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes `import torchvision` work where its compiled part was built for another torch.
+
+Beside a CPU build of torch, package indexes serve a CUDA build of torchvision: its extension cannot be loaded and the
+import dies with "operator torchvision::nms does not exist", and with it every import of transformers' and diffusers'
+image code. We only use torchvision's pure Python parts, so it is enough that the operators are *declared*; calling one
+still fails, in words. Set-up copies this file into the engine environment and starts it from a `.pth` line, because
+vLLM looks at models in subprocesses of its own; it costs nothing until torchvision is imported, and declares nothing
+where the extension loads. Standard library only at import.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+_NAMES = re.compile(r"""register_meta\("(\w+)"\)|torchvision::(\w+)""")
+_KEEP: list[object] = []  # a torch.library.Library takes its declarations back when it is collected
+
+
+class TorchvisionFinder(importlib.abc.MetaPathFinder):
+    """Finds torchvision once, after declaring its operators if they cannot be loaded."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torchvision":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.origin is not None:
+            declare_missing(Path(spec.origin).parent)
+        return spec
+
+
+def operator_names(folder: Path) -> list[str]:
+    """Operators that torchvision's Python files expect its extension to bring."""
+    names: set[str] = set()
+    for file in ("_meta_registrations.py", "_autograd_registrations.py"):
+        if (folder / file).is_file():
+            for match in _NAMES.finditer((folder / file).read_text()):
+                names.add(match[1] or match[2])
+    return sorted(names)
+
+
+def declare_missing(folder: Path) -> bool:
+    """Declare the operators of the torchvision in `folder` if its extension does not load; True if it was needed."""
+    import torch
+
+    if _loads(folder):
+        return False
+    library = torch.library.Library("torchvision", "DEF")
+    for name in operator_names(folder):
+        # nobody calls these, so any schema does; torch only wants the name to exist
+        library.define(f"{name}(Tensor a) -> Tensor")
+    _KEEP.append(library)
+    return True
+
+
+def _loads(folder: Path) -> bool:
+    import torch
+
+    for extension in sorted(folder.glob("_C*.so")):
+        try:
+            torch.ops.load_library(str(extension))
+        except OSError:
+            return False
+        return True
+    return False
+
+
+def install() -> None:
+    """Watch for the import of torchvision; called by the `.pth` line."""
+    if not any(isinstance(f, TorchvisionFinder) for f in sys.meta_path):
+        sys.meta_path.insert(0, TorchvisionFinder())
