@@ -134,6 +134,11 @@ class Launch:
         with log.open("ab") as sink:
             return processes.start(self.command(), self.environment(os.environ), sink.fileno(), tempfile.gettempdir())
 
+    @property
+    def key_header(self) -> str:
+        """The header that opens the restricted APIs over HTTP; over gRPC its name is triton-grpc-protocol-<name>."""
+        return f"{KEY_HEADER}: {self.key}"
+
     def api(self) -> Api:
         """Access to the running server."""
         return Api(LOCAL if self.host == "0.0.0.0" else self.host, self.ports.http, self.key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds tritonserver and what its Python stubs need around them: NVIDIA's container or the tree that set-up unpacked."""
+"""Finds tritonserver and what its Python stubs need: in NVIDIA's container, or the tree that set-up unpacked."""
 
 from __future__ import annotations
 

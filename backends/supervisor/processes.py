@@ -17,6 +17,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _START_TIME_FIELD = 22  # of /proc/<pid>/stat, counted from 1
 _POLL_S = 0.05
+LEFTOVER_PATIENCE_S = 3.0
 
 
 def start_time(pid: int) -> int | None:
@@ -119,7 +120,7 @@ def start(command: list[str], environment: dict[str, str], output: int, folder: 
         stderr=subprocess.STDOUT,
         cwd=folder,
         start_new_session=True,
-        preexec_fn=tie,  # noqa: PLW1509 - no threads of ours run when children are started
+        preexec_fn=tie,  # allowed here: no threads of ours run when children are started
     )
     _OWN_CHILDREN.add(child.pid)
     return child

@@ -22,12 +22,11 @@ from backends.supervisor.locate import RUN_DIR_VARIABLE
 from backends.supervisor.stamps import Say
 
 SHM = Path("/dev/shm")
-PREFIX = "triton-omni-"
+PREFIX = "omni-run-"
 OWNER_FILE = "owner.json"
 FACTS_FILE = "server.json"
 HEALTH_FILE = "health.json"
 _SOCKET_PATH_CHARS = 60  # a unix socket's path may have 107 characters; the rest is for names inside the folder
-_LEFTOVER_PATIENCE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class RunDir:
 
     def remove(self) -> list[int]:
         """End the run's processes that are still there, remove its regions and the folder. Returns killed pids."""
-        killed = processes.end_all(processes.marked(self.mark), _LEFTOVER_PATIENCE_S)
+        killed = processes.end_all(processes.marked(self.mark), processes.LEFTOVER_PATIENCE_S)
         self.remove_regions()
         shutil.rmtree(self.path, ignore_errors=True)
         return killed

@@ -17,10 +17,10 @@ def python_problem(version):
     if tuple(version[:2]) in SUPPORTED:
         return ""
     return (
-        "Triton-Omni's local server needs Python 3.11 or 3.12, this is %d.%d (%s): its stubs need numpy 1.26, and "
+        f"Triton-Omni's local server needs Python 3.11 or 3.12, this is {version[0]}.{version[1]} ({sys.executable}): "
+        "its stubs need numpy 1.26, and "
         "vLLM needs 3.11.\n  Way out: make setup PYTHON=python3.11 (Debian: apt-get install python3.11-venv "
         "libpython3.11; also fine: uv python install 3.12, conda create python=3.12)"
-        % (version[0], version[1], sys.executable)
     )
 
 
@@ -47,14 +47,14 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     home = find_home()
     start = time.monotonic()
-    say("setup: into %s" % home.root)
+    say(f"setup: into {home.root}")
     try:
         home.root.mkdir(parents=True, exist_ok=True)
         with stamps.only_one(home.root / "setup.lock", say):
             todo = steps.all_steps(steps.Context(home, say, options.extras))
             stamps.run_steps(todo, home.stamps, say, frozenset(options.again))
     except Problem as problem:
-        say("setup: %s" % problem)
+        say(f"setup: {problem}")
         return 1
     except KeyboardInterrupt:
         say("setup: interrupted; run it again, it goes on where it stopped")
@@ -64,9 +64,9 @@ def main(arguments=None):
 
         if error.errno != errno.ENOSPC:
             raise
-        say("setup: %s" % disk_full(home.root))
+        say(f"setup: {disk_full(home.root)}")
         return 1
-    say("setup: complete after %.0f s" % (time.monotonic() - start))
+    say(f"setup: complete after {time.monotonic() - start:.0f} s")
     return 0
 
 

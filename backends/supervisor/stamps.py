@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that are done once: each leaves a stamp with a hash of its inputs, so a second set-up does only what changed."""
+"""Steps done once: each leaves a stamp with a hash of its inputs, so a second set-up does only what changed."""
 
 from __future__ import annotations
 

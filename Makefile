@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything a person or CI runs. `make help` lists it. Set-up goes into .runtime (or TRITON_OMNI_HOME).
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+# the first Python that the local server can use; set-up says what is wrong if there is none
+PYTHON ?= $(shell for p in python3 python3.11 python3.12; do \
+	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && exit; \
+	done; echo python3)
+PIP_ARGS ?=
+export PIP_ARGS
+
+OMNI_HOME := $(shell $(PYTHON) -m backends.supervisor.home 2>/dev/null)
+ENGINE := $(OMNI_HOME)/engine/bin
+PYTEST := $(ENGINE)/python -m pytest
+SUPERVISOR := $(ENGINE)/python -m backends.supervisor
+SERVE_ARGS ?=
+PERF_ARGS ?=
+TESTS ?= tests
+
+.PHONY: help setup serve demo test check unit test-soak chaos test-gpu repository perf clean
+
+help: ## show this list
+	@echo "Triton-Omni: make TARGET"
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
+	@echo "Variables: PYTHON=$(PYTHON)  PIP_ARGS='…' for every pip call  SERVE_ARGS='--any-port …'  TRITON_OMNI_HOME=$(OMNI_HOME)"
+
+setup: ## make environments, server and weights (about 3 minutes, 6 GB; again: only what changed)
+	@$(PYTHON) -m backends.supervisor.setup
+
+serve: setup ## run supervisor, server and OpenAI proxy until Ctrl-C
+	@$(SUPERVISOR) serve $(SERVE_ARGS)
+
+demo: setup ## ask the embedded default for a spoken answer (and a picture); files in out/
+	@$(SUPERVISOR) demo
+
+check: ## lint, types, unit tests (under 2 minutes)
+	@$(ENGINE)/ruff check . && $(ENGINE)/ruff format --check .
+	@$(ENGINE)/pyright --pythonpath $(ENGINE)/python
+	@$(PYTEST) -q tests/unit
+
+unit: ## unit tests only
+	@$(PYTEST) -q tests/unit
+
+test: setup check ## set-up, check, and all tests but soak and GPU
+	@$(PYTEST) -m "not soak and not gpu" $(TESTS)
+
+test-soak: setup ## long runs: 64 streams, perf_analyzer, random cancels
+	@$(PYTEST) -m soak --timeout 3600 $(TESTS)
+
+chaos: setup ## kill workers, stubs and servers while clients stream
+	@$(PYTEST) -m "not soak" tests/chaos
+
+test-gpu: ## tests that need a CUDA device
+	@$(PYTEST) -m gpu $(TESTS)
+
+repository: ## write the model repositories from pipelines and deploy.yaml
+	@$(ENGINE)/python -m backends.config.repository
+
+perf: setup ## perf_analyzer on the pipelines; tables in perf/results
+	@$(ENGINE)/python -m perf $(PERF_ARGS)
+
+clean: ## remove outputs and caches, keep .runtime (remove that folder by hand to start afresh)
+	@rm -rf out build dist *.egg-info .pytest_cache .ruff_cache
+	@find . -name __pycache__ -type d -not -path './.runtime/*' -prune -exec rm -rf {} +

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m backends.supervisor setup|serve|demo|health|sweep`. Any Python starts it, the engine's own runs it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from backends.supervisor import rundir, setup
+from backends.supervisor.home import find_home
+from backends.supervisor.locate import ENGINE_PYTHON_VARIABLE
+from backends.supervisor.problem import Problem
+
+_HEALTH_AGE_S = 60.0  # a health file older than this was written by a supervisor that is stuck or gone
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["setup"]:
+        return setup.main(arguments[1:])
+    use_engine_python()
+    from backends.supervisor import demo, serve
+
+    parser = argparse.ArgumentParser(prog="backends.supervisor", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("setup", help="make what the local server needs")
+    serve.add_arguments(commands.add_parser("serve", help="run the server until Ctrl-C"))
+    demo.add_arguments(commands.add_parser("demo", help="start a server, ask it, show what came"))
+    commands.add_parser("health", help="exit code 0 if the server here is well")
+    commands.add_parser("sweep", help="remove what dead servers left")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "serve":
+            return serve.serve(options, setup.say)
+        if options.command == "demo":
+            return demo.demo(options, setup.say)
+        if options.command == "health":
+            return health()
+        rundir.sweep(setup.say)
+        return 0
+    except Problem as problem:
+        setup.say(f"{options.command}: {problem}")
+        return 1
+
+
+def use_engine_python() -> None:
+    """Become the engine environment's Python, which has what a supervisor imports. Raises SystemExit without one."""
+    engine = Path(os.environ.get(ENGINE_PYTHON_VARIABLE) or find_home().engine_python)
+    if not engine.exists():
+        raise SystemExit(f"no engine environment at {engine.parent.parent}\n  Way out: make setup")
+    if engine.parent.parent.samefile(sys.prefix):
+        return
+    os.execv(engine, [str(engine), "-m", "backends.supervisor", *sys.argv[1:]])
+
+
+def health() -> int:
+    """Print the state of this user's running servers; 0 if there is one and all are ready."""
+    states: list[str] = []
+    for run_dir in rundir.all_runs():
+        found = rundir.read_json(run_dir.path / rundir.HEALTH_FILE)
+        if found is None:
+            continue
+        stale = time.time() - float(found["at"]) > _HEALTH_AGE_S and found["state"] != "starting"
+        state = "stale" if stale else str(found["state"])
+        setup.say(f"{run_dir.path}: {state} {'; '.join(found['troubles'])}".rstrip())
+        states.append(state)
+    if not states:
+        setup.say("no server of this user runs here")
+    return 0 if states and all(state == "ready" for state in states) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m backends.supervisor demo`: one spoken answer (and a picture) through the OpenAI SDK."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import os
+import sys
+import tempfile
+import time
+import wave
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from backends.supervisor import processes, rundir
+from backends.supervisor.home import REPO
+from backends.supervisor.problem import Problem
+from backends.supervisor.stamps import Say
+
+QUESTION = "What is the capital of France? Tell me a little about it."
+PICTURE = "a red circle above a blue square"
+SPEECH_HZ = 24000  # OpenAI's pcm16 is always 24 kHz mono
+READY_TIMEOUT_S = 900.0
+ANSWER_TIMEOUT_S = 300.0
+SPEAKING, PAINTING = "chat", "image"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `demo`."""
+    parser.add_argument("--prompt", default=QUESTION, help="what to ask")
+    parser.add_argument("--picture", default=PICTURE, help="what to paint, where an image pipeline is")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers")
+
+
+@contextmanager
+def served(repositories: list[Path], timeout_s: float, say: Say) -> Iterator[dict[str, Any]]:
+    """A supervised server with proxy on free ports; yields its facts (see Supervisor), ends it afterwards."""
+    with tempfile.TemporaryDirectory(prefix="triton-omni-demo-") as folder:
+        info = Path(folder) / "server.json"
+        command = [sys.executable, "-m", "backends.supervisor", "serve", "--any-port", "--info-file", str(info)]
+        for repository in repositories:
+            command += ["--repository", str(repository)]
+        child = processes.start(command, dict(os.environ), sys.stdout.fileno(), folder)
+        try:
+            processes.wait_until(lambda: info.exists() or child.poll() is not None, timeout_s)
+            facts = rundir.read_json(info)
+            if facts is None:
+                raise Problem("the server did not become ready", "see above; python -m backends.supervisor serve")
+            yield facts
+        finally:
+            say("ending the server")
+            processes.stop(child, timeout_s)
+
+
+def demo(options: argparse.Namespace, say: Say) -> int:
+    """Run the demonstration; returns the exit code."""
+    models = REPO / "model_repository"
+    repositories = [models / name for name in (SPEAKING, PAINTING) if (models / name).is_dir()]
+    options.out.mkdir(parents=True, exist_ok=True)
+    with served(repositories, READY_TIMEOUT_S, say) as facts:
+        from openai import OpenAI
+
+        base_url = f"http://{facts['host']}:{facts['openai_port']}/v1"
+        client = OpenAI(base_url=base_url, api_key="not-needed", timeout=ANSWER_TIMEOUT_S, max_retries=2)
+        made = speak(client, options.prompt, options.out, say)
+        if (models / PAINTING).is_dir():
+            made.append(paint(client, options.picture, options.out, say))
+    say("\nmade:")
+    for path in made:
+        say(f"  {path}  ({path.stat().st_size} bytes)")
+    say(f"open {made[1]} to hear the answer. Next: make serve, then point any OpenAI SDK at http://127.0.0.1:9000/v1")
+    return 0
+
+
+def speak(client: Any, prompt: str, out: Path, say: Say) -> list[Path]:
+    """Ask for text and speech in one stream; writes answer.txt and answer.wav."""
+    say(f"\nasking: {prompt}")
+    start = time.monotonic()
+    text: list[str] = []
+    audio: list[bytes] = []
+    stream = client.chat.completions.create(
+        model=SPEAKING,
+        messages=[{"role": "user", "content": prompt}],
+        modalities=["text", "audio"],
+        audio={"voice": voice_of(client, SPEAKING), "format": "pcm16"},
+        max_tokens=120,
+        stream=True,
+    )
+    for chunk in stream:
+        delta = chunk.choices[0].delta if chunk.choices else None
+        if delta is None:
+            continue
+        piece = delta.content or _audio_part(delta, "transcript")
+        if piece:
+            if not text:
+                say(f"  first text after {time.monotonic() - start:.2f} s")
+            text.append(piece)
+        if data := _audio_part(delta, "data"):
+            if not audio:
+                say(f"  first audio after {time.monotonic() - start:.2f} s")
+            audio.append(base64.b64decode(data))
+    if not text or not audio:
+        raise Problem(f"the answer has {len(text)} pieces of text and {len(audio)} of audio", "read the server's log")
+    paths = [out / "answer.txt", out / "answer.wav"]
+    paths[0].write_text("".join(text) + "\n")
+    write_wav(paths[1], b"".join(audio))
+    say(f"  answer: {''.join(text)}")
+    say(f"  all after {time.monotonic() - start:.2f} s; {sum(map(len, audio)) / 2 / SPEECH_HZ:.1f} s of speech")
+    return paths
+
+
+def _audio_part(delta: Any, name: str) -> str:
+    """A part of `delta.audio`, which the SDK's types do not know."""
+    audio = (delta.model_extra or {}).get("audio") or {}
+    return audio.get(name) or ""
+
+
+def voice_of(client: Any, model: str) -> str:
+    """The first voice that the model list names for a model."""
+    entry = client.models.retrieve(model)
+    voices = (entry.model_extra or {}).get("voices") or ["default"]
+    return str(voices[0])
+
+
+def write_wav(path: Path, pcm: bytes) -> None:
+    """16-bit mono speech as a WAV file."""
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(SPEECH_HZ)
+        file.writeframes(pcm)
+
+
+def paint(client: Any, prompt: str, out: Path, say: Say) -> Path:
+    """Ask for a picture; writes picture.png."""
+    say(f"\npainting: {prompt}")
+    start = time.monotonic()
+    answer = client.images.generate(model=PAINTING, prompt=prompt, response_format="b64_json", n=1)
+    path = out / "picture.png"
+    path.write_bytes(base64.b64decode(answer.data[0].b64_json))
+    say(f"  done after {time.monotonic() - start:.2f} s")
+    return path

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m backends.supervisor serve`: tritonserver with our pipelines and the OpenAI proxy, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import time
+from pathlib import Path
+
+from backends.supervisor import rundir
+from backends.supervisor.home import REPO, Home, find_home
+from backends.supervisor.launch import LOCAL, Launch, Ports, check_ports, free_ports
+from backends.supervisor.locate import ENGINE_PYTHON_VARIABLE, Server, find_server
+from backends.supervisor.problem import Problem
+from backends.supervisor.stamps import Say
+
+DEFAULT_REPOSITORY = REPO / "model_repository" / "chat"
+KEPT_LOGS = 10
+OLD_SERVER = (
+    "note: this local server is version 2.51.0 (24.10) with known security holes; it is for development on this\n"
+    "      machine and listens on {host} only. Serve others from NVIDIA's container (docker/)."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `serve`."""
+    add = parser.add_argument
+    add("--repository", action="append", type=Path, default=[], help="model repository; may be given several times")
+    add("--host", default=LOCAL, help="address to listen on (in a container: 0.0.0.0)")
+    add("--http-port", type=int, default=Ports.http)
+    add("--grpc-port", type=int, default=Ports.grpc)
+    add("--metrics-port", type=int, default=Ports.metrics)
+    add("--openai-port", type=int, default=Ports.openai)
+    add("--any-port", action="store_true", help="take free ports instead")
+    add("--no-proxy", action="store_true", help="tritonserver only")
+    add("--start-timeout-s", type=float, default=900.0, help="how long the models may take to load")
+    add("--exit-timeout-s", type=int, default=60, help="how long open requests may take to end at shutdown")
+    add("--info-file", type=Path, help="gets addresses and pids as JSON once all is ready")
+    add("flags", nargs="*", help="after --: more flags for tritonserver")
+
+
+def repositories(given: list[Path]) -> list[Path]:
+    """Absolute model repositories. Raises Problem for one that is none."""
+    found = [path.resolve() for path in given or [DEFAULT_REPOSITORY]]
+    for path in found:
+        if not path.is_dir() or not any(path.iterdir()):
+            raise Problem(f"{path} is no model repository", "make repository writes those of all pipelines")
+    return found
+
+
+def ports_of(options: argparse.Namespace) -> Ports:
+    """The ports to use. Raises Problem for one in use."""
+    if options.any_port:
+        return free_ports()
+    ports = Ports(options.http_port, options.grpc_port, options.metrics_port, options.openai_port)
+    check_ports(ports, options.host, proxy=not options.no_proxy)
+    return ports
+
+
+def new_log(home: Home, name: str) -> Path:
+    """A new log file in the home; the oldest of its kind go."""
+    home.logs.mkdir(parents=True, exist_ok=True)
+    for old in sorted(home.logs.glob(f"{name}-*.log"))[: -KEPT_LOGS + 1]:
+        old.unlink(missing_ok=True)
+    return home.logs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+
+
+def proxy_command(launch: Launch) -> list[str]:
+    """The OpenAI proxy beside the server."""
+    triton = f"{launch.api().host}:{launch.ports.grpc}"
+    options = ["--triton", triton, "--host", launch.host, "--port", str(launch.ports.openai)]
+    return [launch.server.environment[ENGINE_PYTHON_VARIABLE], "-m", "client.openai", *options]
+
+
+def announce(launch: Launch, proxied: bool, say: Say) -> None:
+    """Say what is started, so that a person can do the same by hand."""
+    host, ports = launch.api().host, launch.ports
+    if not launch.server.in_container:
+        say(OLD_SERVER.format(host=host))
+    say(f"the same server by hand:\n  {launch.by_hand()}")
+    say(f"triton: http {host}:{ports.http}, grpc {host}:{ports.grpc}, metrics http://{host}:{ports.metrics}/metrics")
+    say(f"model control and shared memory need the header '{launch.key_header}'")
+    if proxied:
+        say(f"openai: http://{host}:{ports.openai}/v1")
+
+
+def serve(options: argparse.Namespace, say: Say) -> int:
+    """Run until Ctrl-C; returns the exit code. Raises Problem if it cannot start."""
+    from backends.supervisor.supervise import Plan, Supervisor
+    from backends.supervisor.watch import Bounds, Watch
+
+    home = find_home()
+    server: Server = find_server(home)
+    paths = repositories(options.repository)
+    ports = ports_of(options)
+    rundir.sweep(say)
+    run_dir = rundir.make()
+    launch = Launch(
+        server, paths, ports, run_dir,
+        host=options.host, key=secrets.token_hex(16), exit_timeout_s=options.exit_timeout_s, flags=options.flags,
+    )  # fmt: skip
+    plan = Plan(
+        launch,
+        Watch(Bounds()),
+        server_log=new_log(home, "server"),
+        proxy_log=new_log(home, "proxy"),
+        proxy=() if options.no_proxy else proxy_command(launch),
+        start_timeout_s=options.start_timeout_s,
+        info_file=options.info_file,
+    )
+    announce(launch, bool(plan.proxy), say)
+    code = Supervisor(plan, say).run()
+    say("ended; nothing is left behind" if code == 0 else f"gave up; read {plan.server_log}")
+    return code

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor: starts tritonserver and the proxy, looks after them once a second, and ends them cleanly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from backends.connectors.base import PeerLost
+from backends.control import probe
+from backends.supervisor import processes, rundir
+from backends.supervisor.launch import Launch, log_tail
+from backends.supervisor.problem import Problem
+from backends.supervisor.records import Instance, forget_instances, read_instances
+from backends.supervisor.stamps import Say
+from backends.supervisor.watch import Action, GiveUp, Observation, Reload, RestartServer, Seen, Watch
+
+TURN_S = 1.0
+PROBE_TIMEOUT_S = 2.0
+PROXY_PATIENCE_S = 10.0
+PROXY_WAIT_S = 2.0  # between two starts of a proxy that ends at once
+UNLOAD_TIMEOUT_S = 15.0  # a dead stub can hold an unload for long; `load` is tried all the same
+STOP_MARGIN_S = 10.0
+
+
+@dataclass
+class Stopping:
+    """Set by SIGINT and SIGTERM; a second signal ends the children at once."""
+
+    event: threading.Event = field(default_factory=threading.Event)
+    at_once: bool = False
+
+    def listen(self) -> None:
+        """Take SIGINT and SIGTERM for this process."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.at_once = self.event.is_set()
+        self.event.set()
+
+
+@dataclass
+class Plan:
+    """What one supervisor runs.
+
+    proxy          command of the OpenAI proxy; empty: none
+    start_timeout_s how long the models may take to load
+    info_file      gets the facts (addresses, pids, key) once all is ready; for demo and tests
+    """
+
+    launch: Launch
+    watch: Watch
+    server_log: Path
+    proxy_log: Path
+    proxy: Sequence[str] = ()
+    start_timeout_s: float = 900.0
+    info_file: Path | None = None
+
+
+class Supervisor:
+    """One server, its proxy and the loop that looks after them. All of it on the main thread, except reloads."""
+
+    def __init__(self, plan: Plan, say: Say) -> None:
+        self.plan = plan
+        self.stopping = Stopping()
+        self._say = say
+        self._server: subprocess.Popen[bytes] | None = None
+        self._proxy: subprocess.Popen[bytes] | None = None
+        self._proxy_not_before_s = 0.0
+        self._reloads: dict[str, Future[str]] = {}
+        self._pool = ThreadPoolExecutor(2, "reload")
+        self._probes = ThreadPoolExecutor(8, "probe")
+        self._told: tuple[str, ...] = ()
+
+    # --- life ----------------------------------------------------------------------------------------------------
+    def run(self) -> int:
+        """Start, look after, end; returns the exit code. Raises Problem if the first start fails."""
+        self.stopping.listen()
+        processes.adopt_orphans()
+        try:
+            self._health("starting")
+            self._start_server()
+            self._start_proxy()
+            if self.stopping.event.is_set():
+                return 0
+            self._ready()
+            return self._look_after()
+        finally:
+            self._end()
+
+    def _ready(self) -> None:
+        self._health("ready")
+        facts = self._facts()
+        rundir.write_json(self.plan.launch.run_dir.path / rundir.FACTS_FILE, facts)
+        if self.plan.info_file is not None:
+            rundir.write_json(self.plan.info_file, facts)
+
+    def _facts(self) -> dict[str, object]:
+        launch = self.plan.launch
+        return {
+            "host": launch.api().host,
+            "http_port": launch.ports.http,
+            "grpc_port": launch.ports.grpc,
+            "metrics_port": launch.ports.metrics,
+            "openai_port": launch.ports.openai if self._proxy else 0,
+            "key": launch.key,
+            "run_dir": str(launch.run_dir.path),
+            "shm_prefix": launch.run_dir.shm_prefix,
+            "supervisor_pid": os.getpid(),
+            "server_pid": self._server.pid if self._server else 0,
+            "proxy_pid": self._proxy.pid if self._proxy else 0,
+            "server_log": str(self.plan.server_log),
+        }
+
+    def _look_after(self) -> int:
+        while not self.stopping.event.wait(TURN_S):
+            processes.reap_strangers()
+            actions = self.plan.watch.decide(self._observe())
+            self._tell(actions)
+            for action in actions:
+                if isinstance(action, GiveUp):
+                    self._health("gave_up", (action.why,))
+                    return 1
+                self._act(action)
+            if not actions:
+                self._look_after_proxy()
+        return 0
+
+    def _tell(self, actions: Sequence[Action]) -> None:
+        troubles = self.plan.watch.troubles
+        for trouble in troubles:
+            if trouble not in self._told:
+                self._say(f"trouble: {trouble}")
+        if self._told and not troubles:
+            self._say("all well again")
+        self._told = troubles
+        for action in actions:
+            self._say(f"{type(action).__name__}: {action.why}")
+        self._health("degraded" if troubles or self._reloads else "ready", troubles)
+
+    def _health(self, state: str, troubles: Sequence[str] = ()) -> None:
+        folder = self.plan.launch.run_dir.path
+        rundir.write_json(folder / rundir.HEALTH_FILE, {"state": state, "troubles": list(troubles), "at": time.time()})
+
+    # --- observing -----------------------------------------------------------------------------------------------
+    def _observe(self) -> Observation:
+        launch = self.plan.launch
+        alive = self._server is not None and self._server.poll() is None
+        records = read_instances(launch.run_dir.path) if alive else []
+        reloaded = {model: future.result() for model, future in self._reloads.items() if future.done()}
+        self._reloads = {model: f for model, f in self._reloads.items() if model not in reloaded}
+        return Observation(
+            now_s=time.monotonic(),
+            server_alive=alive,
+            server_answers=alive and launch.api().is_live(PROBE_TIMEOUT_S),
+            instances=list(self._probes.map(look_at, records)),
+            reloaded=reloaded,
+        )
+
+    # --- acting --------------------------------------------------------------------------------------------------
+    def _act(self, action: Action) -> None:
+        if isinstance(action, Reload):
+            self._reloads[action.model] = self._pool.submit(self._reload, action.model)
+        elif isinstance(action, RestartServer):
+            self._restart_server()
+
+    def _reload(self, model: str) -> str:
+        """Unload, then load; the unload of a dead stub may time out, and load works even then."""
+        api = self.plan.launch.api()
+        unloaded = api.unload(model, UNLOAD_TIMEOUT_S)
+        error = api.load(model, self.plan.start_timeout_s)
+        return f"{error} ({unloaded})" if error and unloaded else error
+
+    def _restart_server(self) -> None:
+        self._health("restarting")
+        self._end_server(patience_s=0.0)
+        self._reloads.clear()
+        try:
+            self._start_server()
+        except Problem as problem:
+            self._say(f"restart failed: {problem.what}")
+        else:
+            self._ready()
+        self.plan.watch.restarted(time.monotonic())
+
+    def _start_server(self) -> None:
+        launch = self.plan.launch
+        forget_instances(launch.run_dir.path)
+        self._server = launch.start(self.plan.server_log)
+        start = time.monotonic()
+        shown: dict[str, str] = {}
+        while not self.stopping.event.wait(0.25):
+            if self._server.poll() is not None:
+                raise self._no_start("tritonserver ended while loading the models")
+            self._show_models(shown, start)
+            if launch.api().is_ready(PROBE_TIMEOUT_S):
+                self._show_models(shown, start)
+                self._say(f"tritonserver is ready after {time.monotonic() - start:.1f} s (pid {self._server.pid})")
+                return
+            if time.monotonic() - start > self.plan.start_timeout_s:
+                raise self._no_start(f"the models were not ready after {self.plan.start_timeout_s:.0f} s")
+
+    def _no_start(self, what: str) -> Problem:
+        log = self.plan.server_log
+        return Problem(f"{what}; its last words:\n{log_tail(log)}", f"the whole log is {log}")
+
+    def _show_models(self, shown: dict[str, str], start: float) -> None:
+        for model, (state, reason) in sorted(self.plan.launch.api().models(PROBE_TIMEOUT_S).items()):
+            if state and shown.get(model) != state:
+                shown[model] = state
+                self._say(f"  {time.monotonic() - start:6.1f} s  {model}: {state.lower()} {reason}".rstrip())
+
+    def _start_proxy(self) -> None:
+        if not self.plan.proxy or self.stopping.event.is_set():
+            return
+        launch = self.plan.launch
+        self._proxy_not_before_s = time.monotonic() + PROXY_WAIT_S
+        with self.plan.proxy_log.open("ab") as sink:
+            environment = launch.environment(os.environ)
+            environment.pop("LD_LIBRARY_PATH", None)  # that one is for stubs
+            self._proxy = processes.start(list(self.plan.proxy), environment, sink.fileno(), str(launch.run_dir.path))
+
+    def _look_after_proxy(self) -> None:
+        if self._proxy is not None and self._proxy.poll() is not None and time.monotonic() > self._proxy_not_before_s:
+            self._say(f"the proxy ended with code {self._proxy.returncode}; starting it again ({self.plan.proxy_log})")
+            self._start_proxy()
+            self._ready()
+
+    # --- ending --------------------------------------------------------------------------------------------------
+    def _end_server(self, patience_s: float) -> None:
+        """End the server and all that it left: processes that carry the run's mark, regions of its prefix."""
+        run_dir = self.plan.launch.run_dir
+        if self._server is not None:
+            processes.stop(self._server, patience_s)
+            self._server = None
+        left = [pid for pid in processes.marked(run_dir.mark) if self._proxy is None or pid != self._proxy.pid]
+        if left:
+            self._say(f"ending what the server left: pids {left}")
+            processes.end_all(left, processes.LEFTOVER_PATIENCE_S)
+        run_dir.remove_regions()
+
+    def _end(self) -> None:
+        """End everything: the proxy first, so that nobody is told of a dying server."""
+        patience_s = 0.0 if self.stopping.at_once else self.plan.launch.exit_timeout_s + STOP_MARGIN_S
+        if self._proxy is not None:
+            processes.stop(self._proxy, min(patience_s, PROXY_PATIENCE_S))
+            self._proxy = None
+        self._end_server(patience_s)
+        for pool in (self._pool, self._probes):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.plan.launch.run_dir.remove()
+
+
+def look_at(record: Instance) -> Seen:
+    """One instance as it is now. Only a ready one is probed: its stub says itself that the others are not."""
+    alive = record.stub_is_alive()
+    answered = False
+    if alive and record.state == "ready":
+        try:
+            probe(record.address, PROBE_TIMEOUT_S)
+            answered = True
+        except (PeerLost, TimeoutError, OSError):
+            answered = False
+    return Seen(record.name, record.model, record.role, record.state, alive, answered)
