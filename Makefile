@@ -19,7 +19,7 @@ SERVE_ARGS ?=
 PERF_ARGS ?=
 TESTS ?= tests
 
-.PHONY: help setup serve demo test check unit test-soak chaos test-gpu repository perf clean
+.PHONY: help setup serve demo test check lint unit test-soak chaos test-gpu repository perf clean
 
 help: ## show this list
 	@echo "Triton-Omni: make TARGET"
@@ -35,15 +35,16 @@ serve: setup ## run supervisor, server and OpenAI proxy until Ctrl-C
 demo: setup ## ask the embedded default for a spoken answer (and a picture); files in out/
 	@$(SUPERVISOR) demo
 
-check: ## lint, types, unit tests (under 2 minutes)
+lint: ## style and types
 	@$(ENGINE)/ruff check . && $(ENGINE)/ruff format --check .
 	@$(ENGINE)/pyright --pythonpath $(ENGINE)/python
+
+unit: ## unit tests
 	@$(PYTEST) -q tests/unit
 
-unit: ## unit tests only
-	@$(PYTEST) -q tests/unit
+check: lint unit ## lint, types, unit tests (under 2 minutes)
 
-test: setup check ## set-up, check, and all tests but soak and GPU
+test: setup lint ## set-up, lint, types and all tests but soak and GPU
 	@$(PYTEST) -m "not soak and not gpu" $(TESTS)
 
 test-soak: setup ## long runs: 64 streams, perf_analyzer, random cancels
