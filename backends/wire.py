@@ -43,6 +43,7 @@ __all__ = [
     "AUDIO", "EVENT", "IMAGE", "OPEN", "REQUEST", "SHORT_FORM", "STREAM", "TEXT_INPUT", "TEXT_OUTPUT", "VIDEO",
     "WIRE_VERSION", "BadRequest", "Deadlines", "Event", "GenerateRequest", "Message", "OmniError", "Part", "Sampling",
     "decode_event", "decode_request", "encode_event", "encode_request", "from_line", "new_request_id", "short_form",
+    "with_stream",
 ]  # fmt: skip
 
 WIRE_VERSION = 1
@@ -59,7 +60,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 
     type           what this response carries; "end" is the last one and arrives together with Triton's FINAL flag
     output, stage  the output ("text", "audio", "image") and the stage it came from; on "end" those of the
-                   request's own final output
+                   request's own final output; "chunk" is what a directly called stage sends its consumers
     index          counts the responses of one output from 0
     meta           facts about this piece (sample_rate of audio; step and steps of progress; …)
     outcome        "completed" or "cancelled" (a failure is a Triton error response instead)
@@ -68,7 +69,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     timings        seconds since arrival: queue_s, first_<output>_s, total_s
     """
 
-    type: Literal["text", "audio", "image", "progress", "end", "health"]
+    type: Literal["text", "audio", "image", "chunk", "progress", "end", "health"]
     request_id: str = ""
     output: str = ""
     stage: str = ""
@@ -148,3 +149,8 @@ def _parameter(key: str, value: Any, kind: type) -> Any:
         return kind(value)
     except (ValueError, TypeError, msgspec.MsgspecError):
         raise BadRequest(f"parameter '{key}' must be {kind.__name__}, not {value!r}", key) from None
+
+
+def with_stream(request: GenerateRequest, stream: bool) -> GenerateRequest:
+    """The same request with another `stream`."""
+    return msgspec.structs.replace(request, stream=stream)

@@ -106,6 +106,8 @@ def to_parameters(deploy: OrchestratorDeploy | StageDeploy) -> dict[str, str]:
     """A deploy section as flat text parameters; engine options become `engine.<key>` with a JSON value."""
     values = msgspec.to_builtins(deploy)
     engine = values.pop("engine", {})
+    for said_by_instance_group in ("instances", "device"):
+        values.pop(said_by_instance_group, None)
     flat = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
     return flat | {f"engine.{key}": json.dumps(value) for key, value in engine.items()}
 

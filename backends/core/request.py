@@ -24,6 +24,9 @@ from backends.core.errors import Cancelled as CancelledError
 from backends.core.errors import OmniError, StageFailed
 from backends.core.pipeline import Pipeline
 
+STOPPED = "stopped"
+"""Reason of a run that ended because of a Stop."""
+
 
 class RunState(Enum):
     IDLE = "idle"
@@ -192,7 +195,7 @@ class Request:
             case Finished(stage, reason, usage):
                 return self._finished(stage, reason, usage)
             case OpenFailed(stage, error):
-                return self._closed(stage, lost=True, error=error)
+                return self._closed(stage, lost=False, error=error)
             case Failed(stage, error, lost):
                 return self._closed(stage, lost, error)
             case Cancelled(reason):
@@ -227,6 +230,8 @@ class Request:
     def _finished(self, stage: str, reason: str, usage: dict[str, float]) -> list[Action]:
         if self.runs[stage] not in (RunState.OPENING, RunState.RUNNING):
             return []
+        if reason == STOPPED and self.outcome is None:
+            return self._closed(stage, lost=False, error=StageFailed("stopped without being asked to", stage))
         self.runs[stage] = RunState.CLOSED
         if self.outcome is None:
             self.reasons[stage] = reason

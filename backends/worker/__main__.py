@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import select
+import signal
 import socket
 import sys
 import threading
@@ -41,6 +42,7 @@ def main() -> int:
         format=f"%(levelname).1s %(asctime)s {args.pipeline}_{args.stage} %(message)s",
         stream=sys.stderr,
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # lets `finally` close the engine and its children
     sock = socket.socket(fileno=args.fd)
     threading.Thread(target=_exit_with_stub, args=(args.fd,), name="watch-dog", daemon=True).start()
     name = f"{args.pipeline}/{args.stage}"

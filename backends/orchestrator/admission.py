@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may work now, who waits, who is refused. Pure: the caller brings the clock."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from typing import Generic, TypeVar
+
+from backends.core.errors import TooBusy
+
+T = TypeVar("T")
+
+
+class Admission(Generic[T]):
+    """At most `max_live` admitted, at most `max_queue` waiting; higher priority first, then first come."""
+
+    def __init__(self, max_live: int, max_queue: int) -> None:
+        self.max_live = max_live
+        self.max_queue = max_queue
+        self.live: set[T] = set()
+        self._queue: list[tuple[int, int, T]] = []
+        self._gone: set[T] = set()
+        self._order = itertools.count()
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue) - len(self._gone)
+
+    def join(self, entry: T, priority: int) -> None:
+        """Queue an entry; raises TooBusy if it can neither work now nor wait."""
+        if len(self.live) >= self.max_live and self.queued >= self.max_queue:
+            raise TooBusy(
+                f"{len(self.live)} requests are in work and {self.queued} wait; try again later", "queue", 1.0
+            )
+        heapq.heappush(self._queue, (-priority, next(self._order), entry))
+
+    def admit(self) -> list[T]:
+        """Entries that may start now, best first."""
+        started: list[T] = []
+        while self._queue and len(self.live) < self.max_live:
+            entry = heapq.heappop(self._queue)[2]
+            if entry in self._gone:
+                self._gone.discard(entry)
+                continue
+            self.live.add(entry)
+            started.append(entry)
+        return started
+
+    def leave(self, entry: T) -> None:
+        """Forget an entry, whether it works or waits."""
+        if entry in self.live:
+            self.live.discard(entry)
+        elif any(waiting is entry for _, _, waiting in self._queue):
+            self._gone.add(entry)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be said about a request before any stage works. Everything here raises BadRequest naming the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from backends.core.errors import BadRequest
+from backends.core.generate import MAX_REQUEST_ID_CHARS, GenerateRequest, Part
+from backends.core.pipeline import Pipeline
+
+MEDIA = ("audio", "image", "video")
+
+
+def check_request_id(request_id: str) -> None:
+    """A request id is up to 256 printable characters."""
+    if len(request_id) > MAX_REQUEST_ID_CHARS:
+        raise BadRequest(f"a request id may have {MAX_REQUEST_ID_CHARS} characters, not {len(request_id)}", "id")
+    if not request_id.isprintable():
+        raise BadRequest("a request id must not contain control characters", "id")
+
+
+def check_request(pipeline: Pipeline, request: GenerateRequest, media: Mapping[str, int]) -> None:
+    """Check a request against its pipeline; `media` gives the number of elements of each media tensor sent."""
+    pipeline.operation(request)
+    pipeline.check(request)
+    pipeline.wanted(request)
+    for stage in request.stages:
+        if stage not in {s.name for s in pipeline.stages}:
+            known = ", ".join(s.name for s in pipeline.stages)
+            raise BadRequest(f"unknown stage '{stage}'; stages: {known}", f"stages.{stage}")
+    for i, message in enumerate(request.messages):
+        for j, part in enumerate(message.parts):
+            if part.type != "text":
+                _check_slice(part, f"messages[{i}].content[{j}]", media)
+    unused = [name for name in MEDIA if media.get(name) and name not in request.media()]
+    if unused:
+        raise BadRequest(f"tensor '{unused[0]}' was sent but no message part refers to it", unused[0])
+
+
+def _check_slice(part: Part, field: str, media: Mapping[str, int]) -> None:
+    available = media.get(part.type)
+    if available is None:
+        raise BadRequest(f"a part of type '{part.type}' needs the input tensor '{part.type}'", field)
+    length = part.length if part.type == "audio" else math.prod(part.shape)
+    if length < 1 or part.offset + length > available:
+        raise BadRequest(
+            f"the part covers elements {part.offset} to {part.offset + length} of tensor '{part.type}', "
+            f"which has {available}",
+            field,
+        )
+    if part.type == "audio" and not part.sample_rate:
+        raise BadRequest("an audio part needs a sample_rate", f"{field}.sample_rate")

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does what the request machine decides: one loop, one dict of live requests, no Triton.
+
+Everything arrives at `turn`: requests from Triton's threads and answers of the opener are posted to the hub,
+outputs and ends come over its links, time passes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from backends.config.schema import OrchestratorDeploy
+from backends.control import messages as msg
+from backends.control.hub import Hub, Lost, Peer
+from backends.core import request as life
+from backends.core.chunk import Chunk
+from backends.core.errors import DeadlineExceeded, Internal, OmniError, StageFailed, TooBusy
+from backends.core.generate import encode_request
+from backends.core.ids import new_run_id
+from backends.core.pipeline import Pipeline
+from backends.orchestrator.admission import Admission
+from backends.orchestrator.check import check_request, check_request_id
+from backends.orchestrator.live import Arrival, Collected, Limits, Live
+from backends.orchestrator.metrics import Metrics
+from backends.orchestrator.ports import OpenCall, Opener, Piece
+from backends.wire import WIRE_VERSION, Event
+
+log = logging.getLogger("triton_omni.orchestrator")
+
+TICK_S = 0.1  # resolution of deadlines
+STOP_GRACE_S = 10.0  # a stopped run that has not answered by then is given up; its worker is hung or gone
+
+
+# --- posted by other threads ------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The client of a run went away."""
+
+    run: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    run: bytes
+    stage: str
+    handle: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenFailed:
+    run: bytes
+    stage: str
+    error: OmniError
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    run: bytes
+    peer: Peer
+    chunk: Chunk
+    nbytes: int
+
+
+class Orchestrator:
+    """Runs the requests of one pipeline. All state about a request is its Live."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        deploy: OrchestratorDeploy,
+        hub: Hub,
+        opener: Opener,
+        stage_states: Callable[[], dict[str, dict[str, Any]]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pipeline = pipeline
+        self.deploy = deploy
+        self.hub = hub
+        self.metrics = Metrics()
+        self.lives: dict[bytes, Live] = {}
+        self.admission: Admission[Live] = Admission(deploy.max_live, deploy.max_queue)
+        self._opener = opener
+        self._stage_states = stage_states
+        self._clock = clock
+        self._next_tick = 0.0
+
+    # --- from any thread -----------------------------------------------------------------------------------------
+    def submit(self, arrival: Arrival) -> None:
+        """Take a request; it is answered through its front, whatever happens."""
+        self.hub.post(arrival)
+
+    def client_gone(self, run: bytes) -> None:
+        """Say that a run's client went away."""
+        self.hub.post(Gone(run))
+
+    # --- the loop ------------------------------------------------------------------------------------------------
+    def turn(self, timeout_s: float = TICK_S) -> None:
+        """One turn: take what came in, start what may start, look at the clock."""
+        for peer, item in self.hub.poll(timeout_s):
+            if peer is None:
+                self._on_posted(item)
+            else:
+                self._on_item(peer, item)
+        for live in self.admission.admit():
+            live.admitted_s = live.heard_s = self._clock()
+            self.metrics.queue_s.observe(live.admitted_s - live.arrived_s)
+            self._apply(live, life.Started())
+        now = self._clock()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._check_deadlines(now)
+
+    def _on_posted(self, item: object) -> None:
+        match item:
+            case Arrival():
+                self._on_arrival(item)
+            case Gone(run):
+                self._apply_to(run, life.Cancelled("the client went away"))
+            case _Opened(run, stage, handle):
+                self._on_opened(run, stage, handle)
+            case _OpenFailed(run, stage, error):
+                self._on_open_failed(run, stage, error)
+            case _Sent(run, peer, chunk, nbytes):
+                peer.release(chunk)
+                if run in self.lives:
+                    self.lives[run].waiting -= nbytes
+            case _:
+                raise TypeError(item)
+
+    def _on_item(self, peer: Peer, item: object) -> None:
+        stage = peer.name.partition("/")[2]
+        match item:
+            case Chunk():
+                self._on_chunk(peer, item)
+            case msg.Accepted(run=run, address=address):
+                if run in self.lives:
+                    self.lives[run].addresses[stage] = address
+                    self.lives[run].peers[stage] = peer
+                self._apply_to(run, life.Accepted(stage))
+            case msg.Progress(run=run, meta=meta):
+                self._on_progress(run, stage, meta)
+            case msg.Finished(run=run, reason=reason, usage=usage):
+                self._apply_to(run, life.Finished(stage, reason, usage))
+            case msg.Failed(run=run, error=error):
+                self._apply_to(run, life.Failed(stage, error.error()))
+            case msg.Ping():
+                peer.send(msg.Ping(self.hub.name, "ready", len(self.lives)))
+            case Lost():
+                self._on_lost(peer, stage)
+            case _:
+                log.warning("unexpected message %s from %s", type(item).__name__, peer.name)
+
+    # --- arrivals ------------------------------------------------------------------------------------------------
+    def _on_arrival(self, arrival: Arrival) -> None:
+        try:
+            check_request_id(arrival.request_id)
+            if arrival.request.operation == "health":
+                arrival.front.end(Piece(self.health(arrival.request_id)))
+            elif arrival.request.operation == "abort":
+                arrival.front.end(Piece(self._abort(arrival)))
+            else:
+                self._queue(arrival)
+        except OmniError as error:
+            self.metrics.refused(error.code)
+            arrival.front.fail(error)
+
+    def _queue(self, arrival: Arrival) -> None:
+        check_request(self.pipeline, arrival.request, arrival.media)
+        machine = life.Request(
+            self.pipeline, self.pipeline.wanted(arrival.request), self.pipeline.needed(arrival.request)
+        )
+        limits = Limits.of(arrival.request, self.deploy)
+        collected = None if arrival.request.stream else Collected()
+        live = Live(new_run_id(), arrival, machine, limits, self._clock(), collected=collected)
+        self.admission.join(live, arrival.request.priority)
+        self.lives[live.run] = live
+        arrival.front.bind(live.run)
+
+    def _abort(self, arrival: Arrival) -> Event:
+        """End every request that carries the target id; answers how many there were. Idempotent."""
+        target = arrival.request.target
+        found = [live for live in self.lives.values() if target and live.arrival.request_id == target]
+        for live in found:
+            self._apply(live, life.Cancelled("abort"))
+        return Event("end", arrival.request_id, outcome="completed", finish_reason="stop", meta={"aborted": len(found)})
+
+    def health(self, request_id: str = "") -> Event:
+        """The pipeline's state: ready if every stage has a ready instance."""
+        stages = self._stage_states()
+        for stage in self.pipeline.stages:
+            bound = sum(1 for live in self.lives.values() if stage.name in live.machine.open_runs)
+            stages.setdefault(stage.name, {"state": "missing", "instances": 0})["live"] = bound
+        ready = all(s["state"] == "ready" for s in stages.values())
+        meta = {
+            "pipeline": self.pipeline.name,
+            "version": WIRE_VERSION,
+            "ready": ready,
+            "stages": stages,
+            "live": len(self.admission.live),
+            "queued": self.admission.queued,
+            "operations": [o.name for o in self.pipeline.operations],
+            "about": dict(self.pipeline.about),
+        }
+        return Event("health", request_id, meta=meta)
+
+    # --- outputs -------------------------------------------------------------------------------------------------
+    def _on_chunk(self, peer: Peer, chunk: Chunk) -> None:
+        live = self.lives.get(chunk.run)
+        if live is None:
+            peer.release(chunk)
+            return
+        live.heard_s = self._clock()
+        self._apply(live, life.Arrived(chunk.edge.removeprefix(msg.OUTPUT_PREFIX), (peer, chunk)))
+
+    def _emit(self, live: Live, output: str, index: int, item: tuple[Peer, Chunk]) -> None:
+        peer, chunk = item
+        live.first_s.setdefault(output, live.heard_s)
+        self.metrics.sent(output, index, live.heard_s - live.arrived_s)
+        if live.collected is not None:
+            live.collected.add(chunk)
+            peer.release(chunk)
+            return
+        nbytes = chunk.nbytes
+        live.waiting += nbytes
+        stage = self.pipeline.output(output).stage
+        meta = {key: value for key, value in chunk.meta.items() if key != "text"}
+        event = Event(output, live.arrival.request_id, output, stage, index, meta)  # pyright: ignore[reportArgumentType]
+        run, post = live.run, self.hub.post
+        live.arrival.front.send(
+            Piece(event, chunk.meta.get("text"), chunk.tensors), lambda: post(_Sent(run, peer, chunk, nbytes))
+        )
+        if live.waiting > self.deploy.max_output_bytes:
+            slow = TooBusy(f"{live.waiting} bytes of output wait to be read", "max_output_bytes")
+            self._apply(live, life.Expired(slow))
+
+    def _on_progress(self, run: bytes, stage: str, meta: dict[str, Any]) -> None:
+        live = self.lives.get(run)
+        if live is None or live.machine.outcome is not None:
+            return
+        live.heard_s = self._clock()
+        if live.collected is None:
+            live.arrival.front.send(Piece(Event("progress", live.arrival.request_id, "", stage, 0, meta)), None)
+
+    # --- what the machine decides ----------------------------------------------------------------------------------
+    def _apply_to(self, run: bytes, event: life.Event) -> None:
+        if run in self.lives:
+            self._apply(self.lives[run], event)
+
+    def _apply(self, live: Live, event: life.Event) -> None:
+        for action in live.machine.on(event):
+            match action:
+                case life.Open(stage):
+                    self._open(live, stage)
+                case life.Emit(output, index, item):
+                    self._emit(live, output, index, item)
+                case life.Release((peer, chunk)):
+                    peer.release(chunk)
+                case life.Stop(stage):
+                    live.peers[stage].send(msg.Stop(live.run))
+                case life.Close(stage, lost):
+                    self._close(live, stage, lost)
+                case life.End():
+                    self._end(live, action)
+                case life.Done():
+                    self._forget(live)
+
+    def _open(self, live: Live, stage: str) -> None:
+        machine, run = live.machine, live.run
+        consumers = {t: live.addresses[t] for t in self.pipeline.downstream(stage, machine.needed)}
+        media = [spec.name for spec in self.pipeline.stage(stage).inputs if spec.name in live.arrival.media]
+        message = msg.Open(
+            run,
+            live.arrival.request_id,
+            encode_request(live.arrival.request),
+            reply=self.hub.address,
+            upstream=tuple(sorted(self.pipeline.upstream(stage, machine.needed))),
+            consumers=consumers,
+            wanted=tuple(o for o in machine.emitted if self.pipeline.output(o).stage == stage),
+            has_inputs=bool(media),
+            stall_s=live.limits.stall_s,
+            trace=live.arrival.trace,
+        )
+        self.metrics.opened[stage] = self.metrics.opened.get(stage, 0) + 1
+        call = OpenCall(self.pipeline.model(stage), msg.encode(message), live.arrival.inputs, tuple(media))
+        post = self.hub.post
+        self._opener.open(
+            call,
+            lambda handle: post(_Opened(run, stage, handle)),
+            lambda error: post(_OpenFailed(run, stage, error)),
+        )
+
+    def _on_opened(self, run: bytes, stage: str, handle: Any) -> None:
+        live = self.lives.get(run)
+        if live is None:  # given up meanwhile: whether its stream ever ends is unknown
+            self._opener.bury(handle)
+        elif stage in live.closing:
+            self._put_away(handle, live.closing.pop(stage))
+            self._forget(live)
+        else:
+            live.handles[stage] = handle
+
+    def _on_open_failed(self, run: bytes, stage: str, error: OmniError) -> None:
+        live = self.lives.get(run)
+        if live is not None:
+            self._apply(live, life.OpenFailed(stage, error))
+            live.closing.pop(stage, None)  # there is no handle to wait for
+            self._forget(live)
+
+    def _close(self, live: Live, stage: str, lost: bool) -> None:
+        if lost:
+            self.metrics.lost[stage] = self.metrics.lost.get(stage, 0) + 1
+        if stage in live.handles:
+            self._put_away(live.handles.pop(stage), lost)
+        else:
+            live.closing[stage] = lost
+
+    def _put_away(self, handle: Any, lost: bool) -> None:
+        if lost:
+            self._opener.bury(handle)
+        else:
+            self._opener.close(handle)
+
+    def _end(self, live: Live, end: life.End) -> None:
+        now = self._clock()
+        live.ended_s = now
+        self.metrics.ended(end, now - live.arrived_s)
+        if end.outcome is life.Outcome.FAILED:
+            error = end.error or Internal("failed without a reason")
+            log.warning("request %s failed: %s", live.arrival.request_id, error.line())
+            live.arrival.front.fail(error)
+        else:
+            live.arrival.front.end(live.end_piece(end, now))
+
+    def _forget(self, live: Live) -> None:
+        """Drop a request that is Done and whose handles are all put away."""
+        if live.machine.outcome is None or live.machine.open_runs or live.closing:
+            return
+        self.lives.pop(live.run, None)
+        self.admission.leave(live)
+
+    # --- losses and time -----------------------------------------------------------------------------------------
+    def _on_lost(self, peer: Peer, stage: str) -> None:
+        bound = [live for live in self.lives.values() if live.peers.get(stage) is peer]
+        for live in bound:
+            self._apply(live, life.Failed(stage, StageFailed("the stage's worker died", stage), lost=True))
+
+    def _check_deadlines(self, now: float) -> None:
+        for live in list(self.lives.values()):
+            if live.machine.outcome is None:
+                error = live.expired(now)
+                if error is not None:
+                    self._apply(live, life.Expired(error))
+            elif live.ended_s is not None and now - live.ended_s > STOP_GRACE_S:
+                self._give_up(live)
+
+    def _give_up(self, live: Live) -> None:
+        """Close the runs of an ended request that do not answer to Stop."""
+        for stage in live.machine.open_runs:
+            error = DeadlineExceeded(f"did not stop within {STOP_GRACE_S:g} s", stage)
+            log.error("request %s: stage %s %s", live.arrival.request_id, stage, error.message)
+            self._apply(live, life.Failed(stage, error, lost=True))
+        for stage in list(live.closing):
+            live.closing.pop(stage)
+        self._forget(live)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request in the orchestrator: its machine and everything that is bound to it. Dropping it ends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from backends.config.schema import OrchestratorDeploy
+from backends.control.hub import Peer
+from backends.core.chunk import Chunk, Tensor, TensorSpec
+from backends.core.errors import DeadlineExceeded
+from backends.core.generate import GenerateRequest
+from backends.core.request import End, Request
+from backends.orchestrator.ports import Front, Piece
+from backends.wire import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request as the Triton room hands it over. `inputs` holds its media tensors, opaque to us."""
+
+    front: Front
+    request_id: str
+    request: GenerateRequest
+    media: dict[str, int]
+    inputs: Any
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The request's deadlines in seconds, 0 = none: its own where given, else the deploy's."""
+
+    queue_s: float
+    first_output_s: float
+    stall_s: float
+    total_s: float
+
+    @classmethod
+    def of(cls, request: GenerateRequest, deploy: OrchestratorDeploy) -> Limits:
+        own = request.deadlines
+
+        def pick(given: float | None, default: float) -> float:
+            return default if given is None else given
+
+        return cls(
+            pick(own.queue_s, deploy.queue_s),
+            pick(own.first_output_s, deploy.first_output_s),
+            pick(own.stall_s, deploy.stall_s),
+            pick(own.total_s, deploy.total_s),
+        )
+
+
+@dataclass
+class Collected:
+    """Outputs of a request with stream=false, joined into its one response."""
+
+    text: list[str] = field(default_factory=list[str])
+    tensors: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
+    metas: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+
+    def add(self, chunk: Chunk) -> None:
+        """Copy one piece: its chunk goes back to the stage at once."""
+        if "text" in chunk.meta:
+            self.text.append(chunk.meta["text"])
+        if chunk.meta.get("partial"):
+            return  # a preview has no place in the one final response
+        for tensor in chunk.tensors:
+            copied = Tensor(tensor.spec, bytes(memoryview(tensor.data).cast("B")) if tensor.spec.nbytes else b"")
+            self.tensors.setdefault(tensor.name, []).append(copied)
+            self.metas[tensor.name] = {k: v for k, v in chunk.meta.items() if k != "text"}
+
+    def joined(self) -> tuple[Tensor, ...]:
+        """Pieces of one output along their first axis; pictures are stacked below each other likewise."""
+        joined: list[Tensor] = []
+        for name, pieces in self.tensors.items():
+            spec = pieces[0].spec
+            rows = sum(p.spec.shape[0] for p in pieces)
+            whole = TensorSpec(name, spec.dtype, (rows, *spec.shape[1:]))
+            joined.append(Tensor(whole, b"".join(p.data for p in pieces)))
+        return tuple(joined)
+
+
+@dataclass(eq=False, slots=True)
+class Live:
+    """One request from arrival to Done.
+
+    run        names this attempt in all processes
+    addresses  stage → listening address of the instance that accepted
+    peers      stage → link to that instance's worker
+    handles    stage → the opener's handle, once opened
+    closing    stages whose run ended before their handle was known: stage → lost
+    waiting    bytes of output not yet taken by Triton
+    """
+
+    run: bytes
+    arrival: Arrival
+    machine: Request
+    limits: Limits
+    arrived_s: float
+    admitted_s: float | None = None
+    ended_s: float | None = None
+    heard_s: float = 0.0
+    first_s: dict[str, float] = field(default_factory=dict[str, float])
+    addresses: dict[str, str] = field(default_factory=dict[str, str])
+    peers: dict[str, Peer] = field(default_factory=dict[str, Peer])
+    handles: dict[str, Any] = field(default_factory=dict[str, Any])
+    closing: dict[str, bool] = field(default_factory=dict[str, bool])
+    collected: Collected | None = None
+    waiting: int = 0
+
+    def expired(self, now_s: float) -> DeadlineExceeded | None:
+        """The deadline that has passed, if any."""
+        limits = self.limits
+        if self.admitted_s is None:
+            passed, limit, where = now_s - self.arrived_s, limits.queue_s, "queue"
+        elif not self.first_s:
+            passed, limit = now_s - self.admitted_s, limits.first_output_s
+            where = f"first output of {self.stuck_at}"
+        else:
+            passed, limit, where = now_s - self.heard_s, limits.stall_s, f"stall of {self.stuck_at}"
+        if limit and passed > limit:
+            return DeadlineExceeded(f"nothing for {passed:.1f} s (limit {limit:g} s)", where)
+        if limits.total_s and now_s - self.arrived_s > limits.total_s:
+            return DeadlineExceeded(f"not done after {limits.total_s:g} s", "total")
+        return None
+
+    @property
+    def stuck_at(self) -> str:
+        """The stage that the request waits for: the first of the chain that has not ended."""
+        producers_first = reversed(list(self.machine.runs))
+        return next((s for s in producers_first if s in self.machine.open_runs), self.machine.final_output)
+
+    def end_piece(self, end: End, now_s: float) -> Piece:
+        """The last response, with the whole output if the client does not stream."""
+        timings = {f"first_{name}_s": at - self.arrived_s for name, at in self.first_s.items()}
+        timings["queue_s"] = (self.admitted_s if self.admitted_s is not None else now_s) - self.arrived_s
+        timings["total_s"] = now_s - self.arrived_s
+        meta: dict[str, Any] = {}
+        text, tensors = None, ()
+        if self.collected is not None:
+            tensors = self.collected.joined()
+            text = "".join(self.collected.text) if "text" in self.machine.emitted else None
+            for name in self.collected.metas:
+                meta |= self.collected.metas[name] | {f"{name}_pieces": len(self.collected.tensors[name])}
+        event = Event(
+            "end", self.arrival.request_id, end.output, end.stage, sum(self.machine.emitted.values()), meta,
+            end.outcome.value, end.finish_reason, end.usage, {k: round(v, 6) for k, v in timings.items()},
+        )  # fmt: skip
+        return Piece(event, text, tensors)

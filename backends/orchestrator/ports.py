@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the orchestrator needs from the world: a way to answer one client, and a way to open a stage's run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from backends.core.chunk import Tensor
+from backends.core.errors import OmniError
+from backends.wire import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One response for a client: an event, and the text or tensors it is about."""
+
+    event: Event
+    text: str | None = None
+    tensors: tuple[Tensor, ...] = ()
+
+
+class Front(Protocol):
+    """One client's call. Calls never block; pieces leave in the order given."""
+
+    def bind(self, run: bytes) -> None:
+        """Learn the run's id, under which the client's departure is reported."""
+        ...
+
+    def send(self, piece: Piece, sent: Callable[[], None] | None) -> None:
+        """Send one response. `sent` is called from another thread when its tensors are no longer needed."""
+        ...
+
+    def end(self, piece: Piece) -> None:
+        """Send the last response and close the call, in one."""
+        ...
+
+    def fail(self, error: OmniError) -> None:
+        """Answer with an error and close the call, in one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCall:
+    """A run to open at the stage model `model`; `inputs` is passed through to the port as it came in."""
+
+    model: str
+    message: bytes
+    inputs: Any
+    tensor_names: tuple[str, ...]
+
+
+class Opener(Protocol):
+    """Opens runs through Triton, one at a time; answers are posted to the orchestrator's hub by the callbacks."""
+
+    def open(self, call: OpenCall, opened: Callable[[Any], None], failed: Callable[[OmniError], None]) -> None:
+        """Open a run. `opened` gets a handle that must be closed or buried exactly once."""
+        ...
+
+    def close(self, handle: Any) -> None:
+        """Let go of a run whose Triton side has ended."""
+        ...
+
+    def bury(self, handle: Any) -> None:
+        """Put away the handle of a run whose stage died: its stream may never end, so it is never touched again."""
+        ...

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens runs by BLS, and nothing else: all data and ends travel over links.
+
+Rules (measured, transport.md §4-5): `exec(decoupled=True)` and a waiting `next()` in one stub can deadlock, so one
+thread does both, and `next()` is called only when the whole stream is known to be there. The iterator of a dead
+stage is never iterated and never destroyed: its destructor would wait for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb
+
+from backends import wire
+from backends.core.errors import BY_CODE, OmniError, Unavailable, from_line
+from backends.orchestrator.ports import OpenCall
+from backends.triton.tensors import tensor_output
+
+log = logging.getLogger("triton_omni.bls")
+
+KEPT_ITERATORS = 256  # drained ones are kept a while: destroying one races with Triton's own clean-up on 24.10
+
+
+class BlsOpener:
+    """The orchestrator's Opener port. All BLS calls happen in its one thread."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._drained: deque[Any] = deque(maxlen=KEPT_ITERATORS)
+        self.graveyard: list[Any] = []
+        threading.Thread(target=self._run, name="bls", daemon=True).start()
+
+    def open(self, call: OpenCall, opened: Callable[[Any], None], failed: Callable[[OmniError], None]) -> None:
+        def job() -> None:
+            try:
+                handle = _exec(call)
+            except OmniError as error:
+                failed(error)
+            except pb.TritonModelException as error:  # the model is not loaded, or its stub is dead
+                failed(Unavailable(_first_line(error), call.model))
+            else:
+                opened(handle)
+
+        self._jobs.put(job)
+
+    def close(self, handle: Any) -> None:
+        self._jobs.put(lambda: self._drain(handle))
+
+    def bury(self, handle: Any) -> None:
+        self.graveyard.append(handle)
+
+    def stop(self) -> None:
+        """End the thread when its jobs are done."""
+        self._jobs.put(None)
+
+    def _drain(self, iterator: Any) -> None:
+        """Take what is there of a stream whose FINAL has been sent: returns without waiting."""
+        for _ in iterator:
+            pass
+        self._drained.append(iterator)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:  # the Triton border: one request's trouble must not end the thread for others
+                log.exception("a BLS call failed")
+
+
+def _exec(call: OpenCall) -> Any:
+    """Open one run; returns its iterator. Takes as long as the stage needs to say "accepted", about 1 ms."""
+    inputs = [pb.Tensor(wire.OPEN, np.frombuffer(call.message, dtype=np.uint8))]
+    inputs += [tensor_output(call.inputs[name]) for name in call.tensor_names]
+    request = pb.InferenceRequest(model_name=call.model, requested_output_names=[wire.EVENT], inputs=inputs)
+    iterator = request.exec(decoupled=True)
+    first = next(iterator)
+    if first.has_error():
+        error = from_line(first.error().message())
+        raise error if type(error) is not BY_CODE["internal"] else Unavailable(error.message, call.model)
+    return iterator
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

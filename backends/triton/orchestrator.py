@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public model of a pipeline: translates Triton's words and hands over to the orchestrator's loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb
+
+from backends import wire
+from backends.config import paths
+from backends.config.schema import OrchestratorDeploy, from_parameters
+from backends.control.hub import Hub
+from backends.control.records import InstanceRecord, read_records, remove_record, write_record
+from backends.core.errors import BadRequest, Internal, OmniError, Unavailable
+from backends.core.generate import GenerateRequest
+from backends.core.ids import new_request_id
+from backends.orchestrator.driver import Orchestrator
+from backends.orchestrator.live import Arrival
+from backends.orchestrator.ports import Piece
+from backends.pipelines import load
+from backends.triton import tensors
+from backends.triton.bls import BlsOpener
+from backends.triton.logs import use_triton_log
+from backends.triton.metrics import OrchestratorMetrics
+from backends.triton.senders import CancelWatch, Senders
+
+log = logging.getLogger("triton_omni.triton")
+
+FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+MEDIA = (wire.AUDIO, wire.IMAGE, wire.VIDEO)
+
+
+class TritonPythonModel:
+    """One orchestrator; Triton calls `execute` with new requests and never waits for them."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        tensors.self_check()
+        config = json.loads(args["model_config"])
+        given = {key: value["string_value"] for key, value in config["parameters"].items()}
+        name = args["model_name"]
+        use_triton_log(name)
+        self._pipeline = load(given.pop("pipeline"))
+        self._deploy = from_parameters(given, OrchestratorDeploy, f"model {name}")
+        self._run_dir = paths.run_dir(os.getppid())
+        self._instance = int(args["model_instance_name"].rpartition("_")[2])
+        self._model = name
+        self._hub = Hub(f"{self._pipeline.name}/", self._run_dir / f"{name}_{self._instance}.{os.getpid()}.sock")
+        self._senders = Senders()
+        self._watch = CancelWatch()
+        self._opener = BlsOpener()
+        self._orchestrator = Orchestrator(self._pipeline, self._deploy, self._hub, self._opener, self._stage_states)
+        self._metrics = OrchestratorMetrics(self._pipeline.name, self._orchestrator)
+        self._closing = False
+        self._loop = threading.Thread(target=self._run, name="orchestrator", daemon=True)
+        self._loop.start()
+        self._write_record()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            front = _Front(request, self._senders, self._watch, self._orchestrator.client_gone)
+            try:
+                self._orchestrator.submit(self._arrival(request, front))
+            except OmniError as error:
+                front.fail(error)
+            except Exception as error:  # the Triton border: a request must be answered whatever it contained
+                log.exception("request could not be read")
+                front.fail(Internal(f"{type(error).__name__}: {error}"))
+
+    def finalize(self) -> None:
+        self._closing = True
+        self._hub.wake()
+        self._loop.join(5.0)
+        self._opener.stop()
+        self._senders.close()
+        self._watch.close()
+        remove_record(self._run_dir, self._model, self._instance)
+        self._hub.close()
+        if self._opener.graveyard:
+            # Destroying a dead stage's iterator waits for ever, so this process must not run destructors. Triton
+            # has its own end of us cleaned up when the process is gone.
+            threading.Timer(1.0, os._exit, (0,)).start()
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                self._orchestrator.turn()
+                self._metrics.publish()
+            except Exception:  # the loop border: one request's trouble must not end the loop for others
+                log.exception("a turn of the loop failed")
+
+    def _arrival(self, request: Any, front: _Front) -> Arrival:
+        decoded = self._decode(request)
+        media = {name: t for name in MEDIA if (t := tensors.tensor_input(request, name)) is not None}
+        if sum(t.spec.nbytes for t in media.values()) > self._deploy.max_media_bytes:
+            raise BadRequest(f"media tensors may have {self._deploy.max_media_bytes} bytes together", min(media))
+        counts = {name: int(np.prod(t.spec.shape)) for name, t in media.items()}
+        return Arrival(front, front.request_id, decoded, counts, media)
+
+    def _decode(self, request: Any) -> GenerateRequest:
+        return read_request(request, self._deploy.max_request_bytes)
+
+    def _stage_states(self) -> dict[str, dict[str, Any]]:
+        """Stage → state of its instances, from their records."""
+        states: dict[str, dict[str, Any]] = {}
+        records = [r for r in read_records(self._run_dir) if paths.start_time(r.pid) == r.start_time]
+        for stage in self._pipeline.stages:
+            own = [r for r in records if r.model == self._pipeline.model(stage.name)]
+            if own:
+                best = next((r for r in own if r.state == "ready"), own[0])
+                states[stage.name] = {
+                    "state": best.state,
+                    "instances": len(own),
+                    "ready": sum(r.state == "ready" for r in own),
+                    "restarts": sum(r.restarts for r in own),
+                    "worker_pids": [r.worker_pid for r in own],
+                    "stub_pids": [r.pid for r in own],
+                    "ready_s": best.ready_s,
+                }
+        return states
+
+    def _write_record(self) -> None:
+        pid = os.getpid()
+        write_record(
+            self._run_dir,
+            InstanceRecord(
+                model=self._model,
+                instance=self._instance,
+                role="orchestrator",
+                pid=pid,
+                start_time=paths.start_time(pid),
+                state="ready",
+                address=self._hub.address,
+            ),
+        )
+
+
+def read_request(request: Any, max_bytes: int, optional: bool = False) -> GenerateRequest:
+    """The request's JSON, or its short form; raises BadRequest naming the input.
+
+    `optional`: neither may be there (a stage called with tensors alone).
+    """
+    text = tensors.text_input(request, wire.REQUEST)
+    short = tensors.text_input(request, wire.TEXT_INPUT)
+    stream = tensors.bool_input(request, wire.STREAM)
+    if text is None and short is None and optional:
+        return GenerateRequest()
+    if (text is None) == (short is None):
+        raise BadRequest(f"exactly one of the inputs '{wire.REQUEST}' and '{wire.TEXT_INPUT}' is needed", wire.REQUEST)
+    given = text if text is not None else short or ""
+    if len(given.encode()) > max_bytes:
+        raise BadRequest(f"the request may have {max_bytes} bytes", wire.REQUEST if short is None else wire.TEXT_INPUT)
+    extra = tensors.parameters(request)
+    if text is None:
+        return wire.short_form(given, extra, bool(stream))
+    decoded = wire.decode_request(text.encode())
+    if stream is not None and stream != decoded.stream:
+        decoded = wire.with_stream(decoded, stream)
+    return decoded
+
+
+class _Front:
+    """One client's call: its responses leave through one sender thread, in order."""
+
+    def __init__(self, request: Any, senders: Senders, watch: CancelWatch, gone: Callable[[bytes], None]) -> None:
+        self.request_id = request.request_id() or new_request_id()
+        self._sender = request.get_response_sender()
+        self._lane = senders.lane()
+        self._watch = watch
+        self._gone = gone
+
+    def bind(self, run: bytes) -> None:
+        self._watch.watch(self._sender, lambda: self._gone(run))
+
+    def send(self, piece: Piece, sent: Callable[[], None] | None) -> None:
+        def job() -> None:
+            try:
+                self._sender.send(_response(piece))
+            finally:
+                if sent is not None:
+                    sent()
+
+        self._lane(job)
+
+    def end(self, piece: Piece) -> None:
+        self._watch.forget(self._sender)
+        self._lane(lambda: self._sender.send(_response(piece), flags=FINAL))
+
+    def fail(self, error: OmniError) -> None:
+        self._watch.forget(self._sender)
+        self._lane(lambda: self._sender.send(error_response(error), flags=FINAL))
+
+
+def _response(piece: Piece) -> Any:
+    outputs = [tensors.text_output(wire.EVENT, wire.encode_event(piece.event))]
+    if piece.text is not None:
+        outputs.append(tensors.text_output(wire.TEXT_OUTPUT, piece.text))
+    outputs += [tensors.tensor_output(tensor) for tensor in piece.tensors]
+    return pb.InferenceResponse(outputs)
+
+
+def error_response(error: OmniError) -> Any:
+    """A Triton error response with our wire line and the nearest of Triton's codes."""
+    codes = {
+        "bad_request": pb.TritonError.INVALID_ARG,
+        "not_found": pb.TritonError.NOT_FOUND,
+        "too_busy": pb.TritonError.UNAVAILABLE,
+        Unavailable.code: pb.TritonError.UNAVAILABLE,
+        "cancelled": pb.TritonError.CANCELLED,
+    }
+    return pb.InferenceResponse(error=pb.TritonError(error.line(), codes.get(error.code, pb.TritonError.INTERNAL)))

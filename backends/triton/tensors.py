@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton tensors ⇄ ours."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb
+
+from backends.core.chunk import Tensor
+from backends.core.errors import BadRequest
+
+
+def self_check() -> None:
+    """Refuse to load where the stub reads numpy arrays wrong.
+
+    Measured: the stub of the 24.10 server, with numpy 2, reads and writes zeros without any error.
+    """
+    probe = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    tensor = pb.Tensor("probe", probe)
+    if not np.array_equal(tensor.as_numpy(), probe):
+        raise RuntimeError(
+            f"this Triton stub cannot read arrays of numpy {np.__version__}; give the stub an environment with "
+            "numpy 1.26 (`make setup` does), or use a server image of 26.07 or later"
+        )
+
+
+def text_input(request: Any, name: str) -> str | None:
+    """A BYTES [1] input as text; None if it was not sent."""
+    array = _input(request, name)
+    if array is None:
+        return None
+    if array.size != 1:
+        raise BadRequest(f"input '{name}' must have exactly one element, not {array.size}", name)
+    value = array.reshape(-1)[0]
+    try:
+        return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError:
+        raise BadRequest(f"input '{name}' is not UTF-8", name) from None
+
+
+def bool_input(request: Any, name: str) -> bool | None:
+    """A BOOL [1] input; None if it was not sent."""
+    array = _input(request, name)
+    if array is None:
+        return None
+    if array.size != 1:
+        raise BadRequest(f"input '{name}' must have exactly one element, not {array.size}", name)
+    return bool(array.reshape(-1)[0])
+
+
+def bytes_input(request: Any, name: str) -> bytes | None:
+    """A UINT8 [n] input as bytes; None if it was not sent."""
+    array = _input(request, name)
+    return None if array is None else array.tobytes()
+
+
+def tensor_input(request: Any, name: str) -> Tensor | None:
+    """A numeric input as one of our tensors (a view that lives as long as the request)."""
+    array = _input(request, name)
+    return None if array is None else Tensor.of(name, np.ascontiguousarray(array))
+
+
+def parameters(request: Any) -> dict[str, Any]:
+    """The request's parameters."""
+    text = request.parameters()
+    return json.loads(text) if text else {}
+
+
+def text_output(name: str, value: str | bytes) -> Any:
+    """A BYTES [1] output."""
+    data = value.encode("utf-8") if isinstance(value, str) else value
+    return pb.Tensor(name, np.array([data], dtype=np.object_))
+
+
+def tensor_output(tensor: Tensor) -> Any:
+    """An output over one of our CPU tensors; its bytes are read when the response is sent."""
+    array = np.frombuffer(tensor.data, dtype=tensor.spec.dtype).reshape(tensor.spec.shape)
+    return pb.Tensor(tensor.name, array)
+
+
+def _input(request: Any, name: str) -> np.ndarray | None:
+    tensor = pb.get_input_tensor_by_name(request, name)
+    return None if tensor is None else tensor.as_numpy()
