@@ -189,12 +189,17 @@ class _Front:
         self._lane(job)
 
     def end(self, piece: Piece) -> None:
-        self._watch.forget(self._sender)
-        self._lane(lambda: self._sender.send(_response(piece), flags=FINAL))
+        self._last(lambda: _response(piece))
 
     def fail(self, error: OmniError) -> None:
-        self._watch.forget(self._sender)
-        self._lane(lambda: self._sender.send(error_response(error), flags=FINAL))
+        self._last(lambda: error_response(error))
+
+    def _last(self, response: Callable[[], Any]) -> None:
+        def job() -> None:
+            self._watch.forget(self._sender)  # must come before FINAL, see CancelWatch
+            self._sender.send(response(), flags=FINAL)
+
+        self._lane(job)
 
 
 def _response(piece: Piece) -> Any:

@@ -20,6 +20,8 @@ log = logging.getLogger("triton_omni.triton")
 THREADS = 4
 POLL_S = 0.02  # a client's departure is seen within this; a poll costs 50-70 us per call (transport.md §2)
 
+CROWD = 100
+
 Job = Callable[[], None]
 
 
@@ -51,7 +53,11 @@ def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
 
 
 class CancelWatch:
-    """Polls the senders of open calls and reports, once, each whose client went away."""
+    """Polls the senders of open calls and reports, once, each whose client went away.
+
+    Measured on 24.10: `is_cancelled()` during or after the send of FINAL kills the whole server (SIGSEGV in
+    TRITONBACKEND_ResponseFactoryIsCancelled). So `forget` comes before every FINAL, and waits for a poll under way.
+    """
 
     def __init__(self) -> None:
         self._watched: dict[Any, Callable[[], None]] = {}
@@ -65,7 +71,7 @@ class CancelWatch:
             self._watched[sender] = gone
 
     def forget(self, sender: Any) -> None:
-        """The call is over."""
+        """The call is about to end: once this returns, `sender` is never polled again."""
         with self._lock:
             self._watched.pop(sender, None)
 
@@ -74,13 +80,17 @@ class CancelWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(POLL_S):
-            with self._lock:
-                watched = list(self._watched.items())
-            for sender, gone in watched:
-                if sender.is_cancelled():
-                    self.forget(sender)
+            senders = list(self._watched)
+            for sender in senders:
+                gone = self._poll(sender)
+                if gone is not None:
                     gone()
-                if self._stop.is_set():
-                    return
-            if len(watched) > 100:  # keep the share of one core bounded when very many calls are open
-                time.sleep(POLL_S)
+            if len(senders) > CROWD:
+                time.sleep(POLL_S)  # keeps the share of a core bounded when very many calls are open
+
+    def _poll(self, sender: Any) -> Callable[[], None] | None:
+        """The callback to make if the sender's client is gone."""
+        with self._lock:  # one poll at a time under the lock: `forget` waits 0.1 ms, not for the whole round
+            if sender in self._watched and sender.is_cancelled():
+                return self._watched.pop(sender)
+            return None

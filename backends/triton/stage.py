@@ -301,9 +301,9 @@ class TritonPythonModel:
     def _finish(self, call: Call, end: msg.Finished | msg.Failed) -> None:
         """Close Triton's side of a run, then let the worker tell its end."""
         run = call.message.run
-        self._watch.forget(call.sender)
 
         def job() -> None:
+            self._watch.forget(call.sender)  # must come before FINAL, see CancelWatch
             try:
                 if isinstance(end, msg.Failed) and end.reply_lost:
                     return  # a send to a dead orchestrator would wait for ever
@@ -331,8 +331,12 @@ class TritonPythonModel:
 
     def _answer(self, call: Call, error: OmniError) -> None:
         """Refuse a call that no worker has."""
-        self._watch.forget(call.sender)
-        call.lane(lambda: call.sender.send(error_response(error), flags=FINAL))
+
+        def job() -> None:
+            self._watch.forget(call.sender)
+            call.sender.send(error_response(error), flags=FINAL)
+
+        call.lane(job)
 
     def _on_lost(self) -> None:
         """The worker died: end its calls at once and plan the next start."""

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A load of many gRPC streams against a running server, with random cancels and failures; counts every end.
+
+Used by the tests and by hand:  python tests/kit/load.py 127.0.0.1:8001 --streams 64 --requests 128 --tokens 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+
+@dataclass
+class Life:
+    """What a client saw of one request."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    ends: list[str] = field(default_factory=list)
+    order_errors: int = 0
+    first_s: float | None = None
+    seconds: float = 0.0
+    samples: int = 0
+
+
+@dataclass
+class Plan:
+    """One request to make. `cancel_after`: close the stream after so many responses."""
+
+    body: dict[str, Any]
+    model: str = "toy"
+    request_id: str = ""
+    cancel_after: int | None = None
+    timeout_s: float = 120.0
+    pause_s: float = 0.0
+
+
+def run_one(url: str, plan: Plan) -> Life:
+    """Make one request on a stream of its own; returns when it ended, was cancelled or timed out."""
+    life, responses = Life(), queue.SimpleQueue[Any]()
+    client = grpcclient.InferenceServerClient(url)
+    started = time.monotonic()
+    try:
+        client.start_stream(lambda result, error: responses.put((result, error)))
+        tensor = grpcclient.InferInput("request", [1], "BYTES")
+        tensor.set_data_from_numpy(np.array([json.dumps(plan.body).encode()], object))
+        client.async_stream_infer(plan.model, [tensor], request_id=plan.request_id, enable_empty_final_response=True)
+        _collect(life, plan, responses, started)
+    except InferenceServerException as error:
+        life.ends.append(f"lost {error.message()}")
+    finally:
+        client.stop_stream(cancel_requests=True)
+        client.close()
+    life.seconds = time.monotonic() - started
+    return life
+
+
+def _collect(life: Life, plan: Plan, responses: queue.SimpleQueue[Any], started: float) -> None:
+    expected: Counter[str] = Counter()
+    while True:
+        left = plan.timeout_s - (time.monotonic() - started)
+        try:
+            result, error = responses.get(timeout=max(left, 0.001))
+        except queue.Empty:
+            life.ends.append("timeout")
+            return
+        if error is not None:
+            life.ends.append(f"error {error.message()}")
+            return
+        if plan.pause_s:
+            time.sleep(plan.pause_s)
+        raw = result.as_numpy("event")
+        if raw is not None:
+            event = json.loads(raw[0])
+            life.first_s = life.first_s or time.monotonic() - started
+            if event["type"] == "end":
+                life.ends.append(event["finish_reason"])
+            elif event["type"] != "progress":
+                life.order_errors += event.get("index", 0) != expected[event["type"]]
+                expected[event["type"]] += 1
+                life.counts[event["type"]] += 1
+                audio = result.as_numpy("audio")
+                life.samples += 0 if audio is None else audio.size
+        if result.get_response().parameters["triton_final_response"].bool_param:
+            return
+        if plan.cancel_after is not None and sum(life.counts.values()) >= plan.cancel_after:
+            life.ends.append("cancelled here")
+            return
+
+
+def run_many(url: str, plans: list[Plan], streams: int) -> list[Life]:
+    """Run all plans, `streams` at a time."""
+    todo, lives, lock = iter(enumerate(plans)), {}, threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                item = next(todo, None)
+            if item is None:
+                return
+            lives[item[0]] = run_one(url, item[1])
+
+    threads = [threading.Thread(target=work) for _ in range(streams)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [lives[i] for i in range(len(plans))]
+
+
+def body(count: int, modalities: tuple[str, ...] = ("text", "audio"), **stages: dict[str, Any]) -> dict[str, Any]:
+    """A chat request of the toy pipeline."""
+    return {
+        "messages": [{"role": "user", "content": "go"}],
+        "modalities": list(modalities),
+        "sampling": {"max_tokens": count},
+        "stages": stages,
+    }
+
+
+def random_plans(count: int, tokens: int, seed: int, cancel: float = 0.4, fail: float = 0.2) -> list[Plan]:
+    """Plans with random cancels and failures in random stages."""
+    rng, plans = random.Random(seed), []
+    for _ in range(count):
+        n = rng.randint(1, tokens)
+        stages = {}
+        if rng.random() < fail:
+            stages[rng.choice(["tokens", "frames", "wave"])] = {"fail_after": rng.randint(0, n)}
+        modalities = rng.choice([("text",), ("audio",), ("text", "audio")])
+        plan = Plan(body(n, modalities, **stages))
+        if rng.random() < cancel:
+            plan.cancel_after = rng.randint(0, n)
+        plans.append(plan)
+    return plans
+
+
+def main() -> None:
+    """Print what happened."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--modalities", default="audio")
+    parser.add_argument("--bytes", type=int, default=0)
+    parser.add_argument("--random", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.random:
+        plans = random_plans(args.requests, args.tokens, args.seed)
+    else:
+        size = {"frame_bytes": args.bytes}
+        one = body(args.tokens, tuple(args.modalities.split(",")), tokens=size, frames=size)
+        plans = [Plan(one) for _ in range(args.requests)]
+    started = time.monotonic()
+    lives = run_many(args.url, plans, args.streams)
+    took = time.monotonic() - started
+    pieces = sum(sum(life.counts.values()) for life in lives)
+    first = sorted(life.first_s for life in lives if life.first_s is not None)
+    print(f"{len(lives)} requests in {took:.1f} s, {pieces} pieces, {pieces / took:.0f} pieces/s")
+    print("ends:", dict(Counter(end[:80] for life in lives for end in life.ends)))
+    print("requests without exactly one end:", sum(len(life.ends) != 1 for life in lives))
+    print("order errors:", sum(life.order_errors for life in lives))
+    if first:
+        print(f"first piece p50 {first[len(first) // 2] * 1e3:.1f} ms, max {first[-1] * 1e3:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
