@@ -96,7 +96,8 @@ def all_steps(context: Context) -> list[Step]:
         ),
     ]
     steps += [model_step(context, builder) for builder in sorted(PIPELINES.glob("*/build_models.py"))]
-    return [*steps, Step("self-check", "start the server once", lambda: self_check(context), always=True)]
+    parts = [project, SERVER_REQUIREMENTS, STUB_REQUIREMENTS, HERE / "selfcheck.py", context.interpreter]
+    return [*steps, Step("self-check", "start the server once", lambda: self_check(context), inputs=parts)]
 
 
 def model_step(context: Context, builder: Path) -> Step:

@@ -11,29 +11,32 @@ where the extension loads. Standard library only at import.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import re
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 
-_NAMES = re.compile(r"""register_meta\("(\w+)"\)|torchvision::(\w+)""")
+TYPE_CHECKING = False  # every start of this environment's Python reads this file: typing and the like cost 10 ms
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from pathlib import Path
+    from types import ModuleType
+
+_NAMES = r"""register_meta\("(\w+)"\)|torchvision::(\w+)"""
 _KEEP: list[object] = []  # a torch.library.Library takes its declarations back when it is collected
 
 
-class TorchvisionFinder(importlib.abc.MetaPathFinder):
+class TorchvisionFinder:
     """Finds torchvision once, after declaring its operators if they cannot be loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         if fullname != "torchvision":
             return None
+        from importlib.machinery import PathFinder
+        from pathlib import Path
+
         sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.origin is not None:
             declare_missing(Path(spec.origin).parent)
         return spec
@@ -41,10 +44,12 @@ class TorchvisionFinder(importlib.abc.MetaPathFinder):
 
 def operator_names(folder: Path) -> list[str]:
     """Operators that torchvision's Python files expect its extension to bring."""
+    import re
+
     names: set[str] = set()
     for file in ("_meta_registrations.py", "_autograd_registrations.py"):
         if (folder / file).is_file():
-            for match in _NAMES.finditer((folder / file).read_text()):
+            for match in re.finditer(_NAMES, (folder / file).read_text()):
                 names.add(match[1] or match[2])
     return sorted(names)
 

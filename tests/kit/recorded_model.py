@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Triton repository of tiny models that keep an instance record and answer probes: what a supervisor watches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MODEL = """
+import json
+import os
+import threading
+from pathlib import Path
+
+import triton_python_backend_utils as pb_utils
+
+from backends.control import Hub
+from backends.control.messages import Ping
+from backends.supervisor.processes import start_time
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        parameters = json.loads(args["model_config"])["parameters"]
+        folder = Path(os.environ["TRITON_OMNI_RUN_DIR"])
+        name, number = args["model_name"], "0"
+        hub = Hub(name, folder / f"{name}.sock")
+        threading.Thread(target=answer, args=(hub, folder / f"{name}.mute"), daemon=True).start()
+        record = {
+            "model": name, "instance": number, "role": parameters["role"]["string_value"], "pid": os.getpid(),
+            "start_time": start_time(os.getpid()), "worker_pid": 0, "address": hub.address, "state": "ready",
+        }
+        draft = folder / f".{name}.draft"
+        draft.write_text(json.dumps(record))
+        draft.replace(folder / f"{name}#{number}.json")
+
+    def execute(self, requests):
+        tensors = [pb_utils.get_input_tensor_by_name(r, "IN").as_numpy() for r in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", t)]) for t in tensors]
+
+
+def answer(hub, mute):
+    while True:
+        for peer, item in hub.poll(1.0):
+            if isinstance(item, Ping) and not mute.exists():
+                peer.send(Ping(state="ready"))
+"""
+_CONFIG = """
+backend: "python"
+max_batch_size: 0
+input [ {{ name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+output [ {{ name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+instance_group [ {{ kind: KIND_CPU count: 1 }} ]
+parameters {{ key: "role" value {{ string_value: "{role}" }} }}
+"""
+
+
+def write_recorded_models(repository: Path, roles: dict[str, str]) -> Path:
+    """Write one model per entry (name → "stage" or "orchestrator"); returns the repository."""
+    for name, role in roles.items():
+        version = repository / name / "1"
+        version.mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(_CONFIG.format(role=role))
+        (version / "model.py").write_text(_MODEL)
+    return repository

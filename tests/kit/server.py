@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real tritonserver for tests: bare or supervised, on free ports, not started from the repository, ended by pid."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from backends.supervisor import processes, rundir
+from backends.supervisor.home import REPO, Home, find_home
+from backends.supervisor.launch import LOCAL, Api, Launch, free_ports, log_tail
+from backends.supervisor.locate import find_server
+from backends.supervisor.records import Instance, read_instances
+
+READY_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 90.0
+
+
+@dataclass
+class RunningServer:
+    """A ready server. `pid` is tritonserver's at start; a supervised one may be restarted (see `server_pid`)."""
+
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    openai_port: int
+    key: str
+    run_dir: Path
+    shm_prefix: str
+    pid: int
+    supervisor_pid: int
+    log: Path
+
+    @property
+    def http(self) -> str:
+        return f"{LOCAL}:{self.http_port}"
+
+    @property
+    def grpc(self) -> str:
+        return f"{LOCAL}:{self.grpc_port}"
+
+    @property
+    def metrics(self) -> str:
+        return f"http://{LOCAL}:{self.metrics_port}/metrics"
+
+    @property
+    def openai(self) -> str:
+        """Base URL for an OpenAI SDK; only with proxy."""
+        return f"http://{LOCAL}:{self.openai_port}/v1"
+
+    @property
+    def api(self) -> Api:
+        return Api(LOCAL, self.http_port, self.key)
+
+    def server_pid(self) -> int:
+        """tritonserver's pid now; 0 while a supervised one restarts for the first time."""
+        facts = rundir.read_json(self.run_dir / rundir.FACTS_FILE)
+        return self.pid if facts is None else int(facts["server_pid"])
+
+    def health(self) -> str:
+        """The supervisor's word on the whole: "ready", "degraded", "restarting", …; empty for a bare server."""
+        found = rundir.read_json(self.run_dir / rundir.HEALTH_FILE)
+        return "" if found is None else str(found["state"])
+
+    def instances(self) -> list[Instance]:
+        """The instance records: stub pids, worker pids, addresses."""
+        return read_instances(self.run_dir)
+
+    def instance(self, model: str, number: int = 0) -> Instance:
+        """One instance's record now."""
+        return [i for i in self.instances() if i.model == model][number]
+
+    def processes(self) -> list[int]:
+        """Pids of everything that belongs to this server, the supervisor not included."""
+        return processes.marked(f"TRITON_OMNI_RUN_DIR={self.run_dir}")
+
+    def regions(self) -> list[str]:
+        """Its names in /dev/shm."""
+        return [p.name for p in rundir.SHM.iterdir() if p.name.startswith(self.shm_prefix)]
+
+    def log_tail(self, lines: int = 60) -> str:
+        return log_tail(self.log, lines)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str = "condition") -> None:
+    """Wait for something a foreign process does; fails the test after the time-out."""
+    assert processes.wait_until(condition, timeout_s), f"not within {timeout_s} s: {what}"
+
+
+@contextmanager
+def running_server(
+    repositories: Sequence[Path],
+    *,
+    supervised: bool = False,
+    proxy: bool = False,
+    flags: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    timeout_s: float = READY_TIMEOUT_S,
+) -> Iterator[RunningServer]:
+    """A ready server for the `with` body. `proxy` needs `supervised`; `variables` are for the server's environment."""
+    assert supervised or not proxy, "only the supervisor starts the proxy"
+    start = _supervised if supervised else _bare
+    with tempfile.TemporaryDirectory(prefix="omni-test-") as folder:
+        yield from start(
+            Path(folder), [Path(r).resolve() for r in repositories], proxy, flags, variables or {}, timeout_s
+        )
+
+
+def _bare(
+    folder: Path,
+    repositories: list[Path],
+    proxy: bool,
+    flags: Sequence[str],
+    variables: Mapping[str, str],
+    timeout_s: float,
+) -> Iterator[RunningServer]:
+    home, log = find_home(), folder / "server.log"
+    run_dir = rundir.make()
+    ports = free_ports()
+    launch = Launch(find_server(home), repositories, ports, run_dir, explicit=False, flags=flags, variables=variables)
+    child = launch.start(log)
+    try:
+        processes.wait_until(lambda: launch.api().is_ready(2.0) or child.poll() is not None, timeout_s)
+        assert child.poll() is None and launch.api().is_ready(2.0), f"server not ready:\n{_kept(log, home)}"
+        yield RunningServer(
+            ports.http, ports.grpc, ports.metrics, 0, "", run_dir.path, run_dir.shm_prefix, child.pid, 0, log
+        )
+    finally:
+        processes.stop(child, STOP_TIMEOUT_S)
+        _kept(log, home)
+        run_dir.remove()
+
+
+def _supervised(
+    folder: Path,
+    repositories: list[Path],
+    proxy: bool,
+    flags: Sequence[str],
+    variables: Mapping[str, str],
+    timeout_s: float,
+) -> Iterator[RunningServer]:
+    home, log, info = find_home(), folder / "supervisor.log", folder / "server.json"
+    command = [sys.executable, "-m", "backends.supervisor", "serve", "--any-port", "--info-file", str(info)]
+    command += [] if proxy else ["--no-proxy"]
+    for repository in repositories:
+        command += ["--repository", str(repository)]
+    with log.open("ab") as sink:
+        environment = {**os.environ, **variables}
+        child = processes.start([*command, "--", *flags], environment, sink.fileno(), tempfile.gettempdir())
+    try:
+        processes.wait_until(lambda: info.exists() or child.poll() is not None, timeout_s)
+        facts = rundir.read_json(info)
+        assert facts is not None, f"server not ready:\n{_kept(log, home)}"
+        yield RunningServer(
+            facts["http_port"], facts["grpc_port"], facts["metrics_port"], facts["openai_port"], facts["key"],
+            Path(facts["run_dir"]), facts["shm_prefix"], facts["server_pid"], child.pid, Path(facts["server_log"]),
+        )  # fmt: skip
+    finally:
+        _end_supervisor(child)
+        _kept(log, home)
+
+
+def _end_supervisor(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is None:
+        child.send_signal(signal.SIGINT)
+    gone_by_itself = processes.stop_waiting(child, STOP_TIMEOUT_S)
+    rundir.sweep(print)
+    assert gone_by_itself, "the supervisor had to be killed"
+
+
+def _kept(log: Path, home: Home) -> str:
+    """Copy a test server's log to where it outlives the test; returns its end."""
+    home.logs.mkdir(parents=True, exist_ok=True)
+    if log.exists():
+        (home.logs / f"test-{log.name}").write_bytes(log.read_bytes())
+    return log_tail(log, 60)
+
+
+TOY_REPOSITORY = REPO / "model_repository" / "toy"
+CHAT_REPOSITORY = REPO / "model_repository" / "chat"
