@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The autoregressive engine: vLLM's own engine, stepped in the worker's loop.
+
+Continuous batching, paged KV cache, chunked prefill and prefix caching are vLLM's; runs join and leave between two
+steps. This module knows no model: what a request's prompt looks like comes from a PromptBuilder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from backends.ar.load import load_llm
+from backends.ar.options import read_options
+from backends.ar.sampling import refusal, sampling_arguments, stage_sampling
+from backends.core.engine import Event, Failed, Finished, Output, Run, Send
+from backends.core.errors import BadRequest, OmniError, StageFailed
+from backends.core.generate import Sampling
+from backends.core.pipeline import EngineContext
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model reads; `media` is vLLM's multi_modal_data, with one placeholder token per item in the ids."""
+
+    token_ids: list[int]
+    media: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class PromptBuilder(Protocol):
+    """The model-specific half of a request."""
+
+    def check(self, run: Run) -> None:
+        """Raise BadRequest for what can be refused before upstream stages have worked."""
+        ...
+
+    def build(self, run: Run, transcripts: Sequence[str]) -> Prompt:
+        """The prompt; `transcripts` stand for the audio parts, in order, if a transcriber stage feeds this one."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Live:
+    """A run's state, hung on `run.state`. `waiting_for` counts upstream edges that have not ended."""
+
+    run: Run
+    key: str
+    sampling: Sampling
+    waiting_for: int
+    transcripts: dict[int, str] = field(default_factory=dict[int, str])
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    held_ids: list[int] = field(default_factory=list[int])
+    """Tokens whose text has not come out yet: part of a character, or of what may become a stop string."""
+    held_logprobs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    def usage(self) -> dict[str, float]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "cached_tokens": self.cached_tokens,
+        }
+
+
+class ArEngine:
+    """core.engine.Engine on one vLLM LLMEngine in this process."""
+
+    def __init__(self, context: EngineContext, prompts: Callable[[Any], PromptBuilder]) -> None:
+        """`prompts` makes the prompt builder from the checkpoint's tokenizer."""
+        self.stage = context.stage
+        self.options = read_options(context.options, context.stage)
+        self.llm = load_llm(self.options, context)
+        model = self.llm.model_config
+        self.max_model_len: int = model.max_model_len
+        self.vocab: int = model.get_vocab_size()
+        self._model_sampling = model.get_diff_sampling_param()
+        self._prompts = prompts(self.llm.renderer.get_tokenizer())
+        self._live: dict[str, Live] = {}
+
+    # --- Engine ---------------------------------------------------------------------------------------------------
+    def open(self, run: Run) -> None:
+        sampling = stage_sampling(run.options(self.stage), run.request.sampling, self.stage)
+        self._prompts.check(run)
+        live = Live(run, run.id.hex(), sampling, len(run.upstream))
+        if live.waiting_for:
+            self._params(sampling, self.max_model_len)  # refuse bad sampling before the upstream stages work
+        else:
+            self._start(live)
+        run.state = live
+
+    def feed(self, run: Run, inputs: Any, last: bool) -> bool:
+        """Take {"index": audio part, "text": transcript}; the run starts when every upstream edge has ended."""
+        live: Live = run.state
+        if inputs:
+            live.transcripts[inputs["index"]] = inputs["text"]
+        if last:
+            live.waiting_for -= 1
+            if not live.waiting_for:
+                self._start(live)
+        return True
+
+    def stop(self, run: Run) -> None:
+        live: Live | None = run.state
+        if live is not None and self._live.pop(live.key, None) is not None:
+            self.llm.abort_request([live.key])
+
+    def step(self) -> Sequence[Event]:
+        events: list[Event] = []
+        for output in self.llm.step():
+            live = self._live.get(output.request_id)
+            if live is not None:
+                events += self._events(live, output)
+        return events
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._live)
+
+    def close(self) -> None:
+        self.llm.engine_core.shutdown()
+
+    # --- start ----------------------------------------------------------------------------------------------------
+    def _start(self, live: Live) -> None:
+        """Hand the run to vLLM's scheduler; raises BadRequest, and then nothing is kept."""
+        missing = [i for i in range(len(live.transcripts)) if i not in live.transcripts]
+        if missing:
+            raise StageFailed(f"there is no transcript of audio part {missing[0]}", self.stage)
+        transcripts = [live.transcripts[i] for i in range(len(live.transcripts))]
+        prompt = self._prompts.build(live.run, transcripts)
+        live.prompt_tokens = len(prompt.token_ids)
+        room = self.max_model_len - live.prompt_tokens
+        if room < 1:
+            raise BadRequest(
+                f"the messages are {live.prompt_tokens} tokens long; this deployment takes {self.max_model_len} "
+                "tokens of messages and answer together",
+                "messages",
+            )
+        params = self._params(live.sampling, room)
+        inputs: dict[str, Any] = {"prompt_token_ids": prompt.token_ids}
+        if prompt.media:
+            inputs["multi_modal_data"] = prompt.media
+        honours = self.options.scheduling_policy == "priority"
+        try:
+            # vLLM serves low numbers first, our requests say high for urgent
+            self.llm.add_request(live.key, inputs, params, priority=-live.run.request.priority if honours else 0)
+        except ValueError as error:  # VLLMValidationError is one
+            raise _refusal(error, live.sampling) from None
+        self._live[live.key] = live
+
+    def _params(self, sampling: Sampling, room: int) -> SamplingParams:
+        arguments = sampling_arguments(
+            sampling, self.options.sampling, self._model_sampling, vocab=self.vocab, room=room
+        )
+        schema = sampling.json_schema
+        try:
+            return SamplingParams(
+                **arguments,
+                structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+                output_kind=RequestOutputKind.DELTA,
+            )
+        except ValueError as error:
+            raise _refusal(error, sampling) from None
+
+    # --- what came out --------------------------------------------------------------------------------------------
+    def _events(self, live: Live, output: RequestOutput) -> list[Event]:
+        made = output.outputs[0]
+        live.held_ids += made.token_ids
+        live.held_logprobs += _logprobs(made)
+        live.completion_tokens += len(made.token_ids)
+        live.cached_tokens = max(live.cached_tokens, output.num_cached_tokens or 0)
+        if output.prompt_token_ids is not None:
+            live.prompt_tokens = len(output.prompt_token_ids)  # media placeholders have been expanded
+        events: list[Event] = []
+        if made.text or (output.finished and live.held_ids):
+            events.append(self._output(live, made.text))
+        if made.text and live.run.feeds:
+            events.append(Send(live.run, meta={"text": made.text}))
+        if output.finished:
+            del self._live[live.key]
+            events.append(self._end(live, made.finish_reason or ""))
+        return events
+
+    def _output(self, live: Live, text: str) -> Output:
+        meta: dict[str, Any] = {"text": text, "token_ids": live.held_ids}
+        if live.held_logprobs:
+            meta["logprobs"] = live.held_logprobs
+        live.held_ids, live.held_logprobs = [], []
+        return Output(live.run, "text", meta=meta)
+
+    def _end(self, live: Live, reason: str) -> Event:
+        if reason in ("stop", "length"):
+            return Finished(live.run, reason, live.usage())
+        if live.sampling.json_schema is not None:  # a grammar is compiled beside the steps; this is how it fails
+            error: OmniError = BadRequest("the schema cannot be turned into a grammar", "sampling.json_schema")
+        else:
+            error = StageFailed(f"vLLM ended the run: {reason or 'no reason given'}", self.stage)
+        return Failed(live.run, error)
+
+
+def _refusal(error: ValueError, sampling: Sampling) -> BadRequest:
+    return refusal(str(error), error.parameter if isinstance(error, VLLMValidationError) else None, sampling)
+
+
+def _logprobs(made: CompletionOutput) -> list[dict[str, Any]]:
+    """One entry per token: its id, text, log-probability and the most probable alternatives, best first."""
+    entries: list[dict[str, Any]] = []
+    for token_id, candidates in zip(made.token_ids, made.logprobs or (), strict=False):
+        ranked = sorted(candidates.items(), key=lambda item: item[1].rank or 0)
+        top = [{"token_id": i, "token": c.decoded_token or "", "logprob": c.logprob} for i, c in ranked]
+        chosen = next(entry for entry in top if entry["token_id"] == token_id)
+        entries.append(chosen | {"top": top})
+    return entries

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options → a running vLLM LLMEngine in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from vllm import envs
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from backends.ar.options import ArOptions, OptionsError, checkpoint
+from backends.core.pipeline import EngineContext
+
+OURS = frozenset({"model", "threads", "sampling", "vllm", "enforce_eager", "hf_overrides", "limit_mm_per_prompt"})
+"""Options that are not handed to vLLM under their own name."""
+
+
+def load_llm(options: ArOptions, context: EngineContext) -> LLMEngine:
+    """Load weights and allocate the KV cache; whatever stops it is raised in vLLM's words or ours."""
+    assert not envs.VLLM_ENABLE_V1_MULTIPROCESSING, "start the worker with the variables of backends.ar.environment"
+    if current_platform.device_type != context.device:
+        raise OptionsError(
+            f"stage '{context.stage}' is to run on {context.device}, but the installed vLLM is built for "
+            f"{current_platform.device_type}"
+        )
+    return LLMEngine.from_engine_args(EngineArgs(**engine_arguments(options, context)))
+
+
+def engine_arguments(options: ArOptions, context: EngineContext) -> dict[str, Any]:
+    """EngineArgs by name; what is None is left to vLLM."""
+    values = {
+        key: value for key, value in msgspec.structs.asdict(options).items() if key not in OURS and value is not None
+    }
+    values["model"] = checkpoint(options, context.models_dir)
+    eager = options.enforce_eager
+    values["enforce_eager"] = context.device == "cpu" if eager is None else eager
+    if options.hf_overrides:
+        values["hf_overrides"] = options.hf_overrides
+    if options.limit_mm_per_prompt:
+        values["limit_mm_per_prompt"] = options.limit_mm_per_prompt
+    return values | {"disable_log_stats": True} | options.vllm

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `engine:` section of an AR stage in deploy.yaml, typed; every default is here."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Bytes = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class OptionsError(ValueError):
+    """Engine options or the checkpoint they name cannot be used; the text names the key or the file."""
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request that says nothing gets; None leaves it to the model's generation_config, then to vLLM."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
+    max_tokens: Count | None = None
+    seed: int | None = None
+
+
+class ArOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How vLLM runs one checkpoint; names and meanings are vLLM's where it has them.
+
+    model        folder with a checkpoint; a relative name is looked up in the models folder
+    threads      OpenMP threads on a CPU (read by environment.py, before this process exists)
+    sampling     defaults for requests
+    kv_cache_memory_bytes   fixed size of the KV cache: also saves the memory-profiling run at start
+    scheduling_policy       "priority" honours the request's priority; equal priorities are first come, first served
+    vllm         further EngineArgs by name, for what has no key of its own here
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    threads: Count = 1
+    max_model_len: Count | None = None
+    max_num_seqs: Count = 16
+    max_num_batched_tokens: Count | None = None
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
+    kv_cache_memory_bytes: Bytes | None = None
+    block_size: Count | None = None
+    tensor_parallel_size: Count = 1
+    quantization: str | None = None
+    enforce_eager: bool | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "priority"
+    seed: int = 0
+    trust_remote_code: bool = False
+    load_format: str = "auto"
+    revision: str | None = None
+    hf_overrides: dict[str, Any] = {}
+    limit_mm_per_prompt: dict[str, int] = {}
+    sampling: SamplingDefaults = SamplingDefaults()
+    vllm: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("model must name a checkpoint folder")
+        if self.scheduling_policy not in ("priority", "fcfs"):
+            raise ValueError(f"scheduling_policy must be 'priority' or 'fcfs', not '{self.scheduling_policy}'")
+
+
+def read_options(options: Mapping[str, Any], stage: str) -> ArOptions:
+    """Typed options; raises OptionsError naming the stage, the key and the nearest known key."""
+    try:
+        return msgspec.convert(dict(options), ArOptions)
+    except msgspec.ValidationError as error:
+        raise OptionsError(f"stage '{stage}', engine options: {error}{_hint(str(error))}") from None
+
+
+def _hint(message: str) -> str:
+    if "unknown field" not in message:
+        return ""
+    known = {*ArOptions.__struct_fields__, *SamplingDefaults.__struct_fields__}
+    near = difflib.get_close_matches(message.split("`")[1], sorted(known), n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def checkpoint(options: ArOptions, models_dir: str) -> str:
+    """The folder of the checkpoint, complete as far as its own index says; raises OptionsError naming what lacks.
+
+    A name that is no folder is handed to vLLM as a hub name, unless HF_HUB_OFFLINE says that there is no hub.
+    """
+    folder = Path(models_dir, options.model) if models_dir else Path(options.model)
+    if not folder.is_dir():
+        if (
+            os.environ.get("HF_HUB_OFFLINE") == "1"
+            or Path(options.model).is_absolute()
+            or options.model.startswith(".")
+        ):
+            raise OptionsError(f"model '{options.model}': there is no folder {folder}")
+        return options.model
+    if not (folder / "config.json").is_file():
+        raise OptionsError(f"model '{options.model}': {folder / 'config.json'} is missing")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        missing = [shard for shard in shards if not (folder / shard).is_file()]
+        if missing:
+            raise OptionsError(f"model '{options.model}': {len(missing)} weight file(s) missing: {missing[0]} …")
+    return str(folder)
