@@ -273,6 +273,8 @@ def wheel_of(folder: Path, name: str, version: str) -> Path:
 def unpack(wheel: Path, target: Path) -> None:
     """Unpack a wheel; `target` is either the whole of it or as it was before."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    for stale in target.parent.glob(f".{target.name}-*"):  # of a set-up that was killed here; we hold the lock
+        shutil.rmtree(stale, ignore_errors=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -281,10 +283,11 @@ def unpack(wheel: Path, target: Path) -> None:
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
     except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise disk_full(target.parent) from error
+    finally:
         shutil.rmtree(draft, ignore_errors=True)
-        if error.errno == errno.ENOSPC:
-            raise disk_full(target.parent) from error
-        raise
 
 
 def build_models(context: Context, pipeline: str) -> None:

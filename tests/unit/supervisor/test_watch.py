@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor's decisions: a made-up clock, made-up observations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from backends.supervisor.watch import (
+    Action,
+    Bounds,
+    GiveUp,
+    Observation,
+    Reload,
+    RestartServer,
+    Role,
+    Seen,
+    State,
+    Watch,
+)
+
+BOUNDS = Bounds(
+    silent_s=10, not_ready_s=100, healthy_s=60, first_wait_s=1, longest_wait_s=8, max_reloads=3, max_restarts=4
+)
+
+
+def instance(
+    model: str = "m", role: Role = "stage", *, state: State = "ready", alive: bool = True, answered: bool = True
+) -> Seen:
+    return Seen(f"{model}#0", model, role, state, alive, answered)
+
+
+def seen(
+    now_s: float, *instances: Seen, alive: bool = True, answers: bool = True, reloaded: dict[str, str] | None = None
+) -> Observation:
+    return Observation(now_s, alive, answers, instances, reloaded or {})
+
+
+def kinds(actions: Sequence[Action]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch(BOUNDS)
+
+
+def test_all_well_means_nothing_to_do(watch: Watch) -> None:
+    assert watch.decide(seen(0, instance(), instance("door", "orchestrator"))) == []
+    assert watch.troubles == ()
+
+
+def test_dead_stage_stub_reloads_its_model_once(watch: Watch) -> None:
+    dead = instance("talker", alive=False)
+    (action,) = watch.decide(seen(0, dead, instance("thinker")))
+    assert action == Reload("talker", "talker#0: its stub has died")
+    assert watch.decide(seen(1, dead)) == []  # the reload is under way
+    assert watch.decide(seen(2, instance("talker"), reloaded={"talker": ""})) == []
+
+
+def test_two_dead_stages_are_reloaded_together(watch: Watch) -> None:
+    actions = watch.decide(seen(0, instance("a", alive=False), instance("b", alive=False)))
+    assert [a.model for a in actions if isinstance(a, Reload)] == ["a", "b"]
+
+
+def test_one_dead_instance_of_two_reloads_the_model(watch: Watch) -> None:
+    twins = [Seen("m#0", "m", "stage", "ready", True, True), Seen("m#1", "m", "stage", "ready", False, False)]
+    assert watch.decide(seen(0, *twins)) == [Reload("m", "m#1: its stub has died")]
+
+
+def test_dead_orchestrator_stub_restarts_the_server(watch: Watch) -> None:
+    actions = watch.decide(seen(0, instance("door", "orchestrator", alive=False), instance("m", alive=False)))
+    assert actions == [RestartServer("door#0: its stub has died")]
+
+
+def test_dead_server_restarts(watch: Watch) -> None:
+    assert kinds(watch.decide(seen(0, alive=False, answers=False))) == [RestartServer]
+
+
+def test_server_is_hung_only_after_unbroken_silence(watch: Watch) -> None:
+    assert watch.decide(seen(0, answers=False)) == []
+    assert watch.decide(seen(9, answers=False)) == []
+    assert watch.decide(seen(10, answers=True)) == []
+    assert watch.decide(seen(11, answers=False)) == []
+    assert watch.decide(seen(20, answers=False)) == []
+    assert kinds(watch.decide(seen(21, answers=False))) == [RestartServer]
+
+
+def test_silent_stage_is_reloaded_after_the_bound(watch: Watch) -> None:
+    silent = instance(answered=False)
+    assert watch.decide(seen(0, silent)) == []
+    assert watch.decide(seen(9.9, silent)) == []
+    assert kinds(watch.decide(seen(10, silent))) == [Reload]
+
+
+def test_silent_orchestrator_restarts_the_server(watch: Watch) -> None:
+    silent = instance("door", "orchestrator", answered=False)
+    assert watch.decide(seen(0, silent)) == []
+    assert kinds(watch.decide(seen(10, silent))) == [RestartServer]
+
+
+@pytest.mark.parametrize("state", ["starting", "restarting"])
+def test_a_stub_may_take_its_time_to_heal_its_worker(watch: Watch, state: State) -> None:
+    healing = instance(state=state, answered=False)
+    assert watch.decide(seen(0, healing)) == []
+    assert watch.decide(seen(99, healing)) == []
+    assert kinds(watch.decide(seen(100, healing))) == [Reload]
+
+
+def test_a_healed_worker_resets_the_bound(watch: Watch) -> None:
+    healing = instance(state="restarting", answered=False)
+    watch.decide(seen(0, healing))
+    watch.decide(seen(99, instance()))
+    assert watch.decide(seen(100, healing)) == []
+
+
+def test_a_stub_that_gave_up_is_reloaded_at_once(watch: Watch) -> None:
+    assert kinds(watch.decide(seen(0, instance(state="gave_up", answered=False)))) == [Reload]
+
+
+def test_reloads_wait_longer_each_time_then_the_server_restarts(watch: Watch) -> None:
+    dead = instance(alive=False)
+    assert kinds(watch.decide(seen(0, dead))) == [Reload]
+    assert watch.decide(seen(0.5, dead, reloaded={"m": "load m: no"})) == []  # 1 s after the first
+    assert "load m: no" in watch.troubles
+    assert kinds(watch.decide(seen(1, dead))) == [Reload]
+    assert watch.decide(seen(2.9, dead, reloaded={"m": ""})) == []  # 2 s after the second
+    assert kinds(watch.decide(seen(3, dead))) == [Reload]
+    (action,) = watch.decide(seen(4, dead, reloaded={"m": ""}))
+    assert action == RestartServer("m#0: its stub has died; 3 reloads did not help")
+
+
+def test_a_reload_that_held_for_a_while_starts_afresh(watch: Watch) -> None:
+    dead = instance(alive=False)
+    now_s = 0.0
+    for _ in range(10):
+        assert kinds(watch.decide(seen(now_s, dead))) == [Reload]
+        assert watch.decide(seen(now_s + 5, instance(), reloaded={"m": ""})) == []
+        now_s += 5 + BOUNDS.healthy_s
+
+
+def test_restarts_back_off_and_give_up(watch: Watch) -> None:
+    now_s = 0.0
+    times: list[float] = []
+    actions: list[Action] = []
+    for _ in range(2000):
+        actions = watch.decide(seen(now_s, alive=False, answers=False))
+        if kinds(actions) == [RestartServer]:
+            times.append(now_s)
+            watch.restarted(now_s)
+        elif actions:
+            break
+        now_s += 0.5
+    assert times == [0.0, 1.0, 3.0, 7.0]
+    assert actions == [GiveUp("tritonserver has ended; 4 restarts did not help")]
+
+
+def test_a_server_that_takes_long_to_load_and_dies_at_once_is_given_up_too(watch: Watch) -> None:
+    now_s = 0.0
+    for _ in range(BOUNDS.max_restarts):
+        assert kinds(watch.decide(seen(now_s, alive=False, answers=False))) == [RestartServer]
+        watch.restarted(now_s + 300)  # loading alone took longer than the quiet time
+        now_s += 301
+    assert kinds(watch.decide(seen(now_s, alive=False, answers=False))) == [GiveUp]
+
+
+def test_after_a_restart_old_troubles_are_void(watch: Watch) -> None:
+    silent = instance(answered=False)
+    watch.decide(seen(0, silent))
+    watch.decide(seen(5, alive=False, answers=False))
+    watch.restarted(6)
+    assert watch.decide(seen(12, silent)) == []
