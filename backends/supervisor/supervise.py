@@ -16,10 +16,10 @@ from types import FrameType
 
 from backends.connectors.base import PeerLost
 from backends.control import probe
+from backends.control.records import InstanceRecord, read_records, remove_record
 from backends.supervisor import processes, rundir
 from backends.supervisor.launch import Launch, log_tail
 from backends.supervisor.problem import Problem
-from backends.supervisor.records import Instance, forget_instances, read_instances
 from backends.supervisor.stamps import Say
 from backends.supervisor.watch import Action, GiveUp, Observation, Reload, RestartServer, Seen, Watch
 
@@ -155,7 +155,7 @@ class Supervisor:
     def _observe(self) -> Observation:
         launch = self.plan.launch
         alive = self._server is not None and self._server.poll() is None
-        records = read_instances(launch.run_dir.path) if alive else []
+        records = read_records(launch.run_dir.path) if alive else []
         reloaded = {model: future.result() for model, future in self._reloads.items() if future.done()}
         self._reloads = {model: f for model, f in self._reloads.items() if model not in reloaded}
         return Observation(
@@ -194,7 +194,8 @@ class Supervisor:
 
     def _start_server(self) -> None:
         launch = self.plan.launch
-        forget_instances(launch.run_dir.path)
+        for record in read_records(launch.run_dir.path):
+            remove_record(launch.run_dir.path, record.model, record.instance)
         self._server = launch.start(self.plan.server_log)
         start = time.monotonic()
         shown: dict[str, str] = {}
@@ -260,9 +261,9 @@ class Supervisor:
         self.plan.launch.run_dir.remove()
 
 
-def look_at(record: Instance) -> Seen:
+def look_at(record: InstanceRecord) -> Seen:
     """One instance as it is now. Only a ready one is probed: its stub says itself that the others are not."""
-    alive = record.stub_is_alive()
+    alive = processes.is_alive(record.pid, record.start_time)
     answered = False
     if alive and record.state == "ready":
         try:
@@ -270,4 +271,4 @@ def look_at(record: Instance) -> Seen:
             answered = True
         except (PeerLost, TimeoutError, OSError):
             answered = False
-    return Seen(record.name, record.model, record.role, record.state, alive, answered)
+    return Seen(f"{record.model}#{record.instance}", record.model, record.role, record.state, alive, answered)

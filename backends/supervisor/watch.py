@@ -114,21 +114,19 @@ class Watch:
         """What is wrong now, in words; empty if all is well. Set by every `decide`."""
         self._wrong_since: dict[str, float] = {}
         self._reloading: set[str] = set()
+        self._failed: dict[str, str] = {}  # models that a reload left without any instance
         self._reloads: dict[str, Tries] = {}
         self._restarts = Tries()
 
     def decide(self, seen: Observation) -> list[Action]:
         """What to do about one observation."""
-        for model in seen.reloaded:
-            self._reloading.discard(model)
-            self._reloads[model].quiet_since_s = seen.now_s
+        self._take_reloads(seen)
         self.troubles = ()
-        failed = [error for error in seen.reloaded.values() if error]
         dead = self._server_trouble(seen)
         if dead:
             return self._restart(dead, seen.now_s)
         wrong = self._wrong_models(seen)
-        self.troubles = tuple(wrong.values()) + tuple(failed)
+        self.troubles = tuple(wrong.values())
         by_orchestrator = {s.model for s in seen.instances if s.role == "orchestrator"} & set(wrong)
         if by_orchestrator:
             return self._restart(wrong[min(by_orchestrator)], seen.now_s)
@@ -143,7 +141,16 @@ class Watch:
         self._restarts.quiet_since_s = now_s
         self._wrong_since.clear()
         self._reloading.clear()
+        self._failed.clear()
         self._reloads.clear()
+
+    def _take_reloads(self, seen: Observation) -> None:
+        for model, error in seen.reloaded.items():
+            self._reloading.discard(model)
+            self._reloads[model].quiet_since_s = seen.now_s
+            self._failed.pop(model, None)
+            if error:
+                self._failed[model] = error
 
     def _server_trouble(self, seen: Observation) -> str:
         if not seen.server_alive:
@@ -158,7 +165,7 @@ class Watch:
 
     def _wrong_models(self, seen: Observation) -> dict[str, str]:
         """Model → what is wrong with one of its instances; models in reload are left alone."""
-        wrong: dict[str, str] = {}
+        wrong = dict(self._failed)
         for instance in seen.instances:
             trouble = self._instance_trouble(instance, seen.now_s)
             if instance.model in self._reloading:

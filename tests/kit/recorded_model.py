@@ -15,6 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from backends.control import Hub
 from backends.control.messages import Ping
+from backends.control.records import InstanceRecord, write_record
 from backends.supervisor.processes import start_time
 
 
@@ -22,16 +23,13 @@ class TritonPythonModel:
     def initialize(self, args):
         parameters = json.loads(args["model_config"])["parameters"]
         folder = Path(os.environ["TRITON_OMNI_RUN_DIR"])
-        name, number = args["model_name"], "0"
+        name = args["model_name"]
         hub = Hub(name, folder / f"{name}.sock")
         threading.Thread(target=answer, args=(hub, folder / f"{name}.mute"), daemon=True).start()
-        record = {
-            "model": name, "instance": number, "role": parameters["role"]["string_value"], "pid": os.getpid(),
-            "start_time": start_time(os.getpid()), "worker_pid": 0, "address": hub.address, "state": "ready",
-        }
-        draft = folder / f".{name}.draft"
-        draft.write_text(json.dumps(record))
-        draft.replace(folder / f"{name}#{number}.json")
+        write_record(folder, InstanceRecord(
+            model=name, instance=0, role=parameters["role"]["string_value"], pid=os.getpid(),
+            start_time=start_time(os.getpid()), address=hub.address, state="ready",
+        ))
 
     def execute(self, requests):
         tensors = [pb_utils.get_input_tensor_by_name(r, "IN").as_numpy() for r in requests]

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from backends.control.records import InstanceRecord, read_records
 from backends.supervisor import processes, rundir
 from backends.supervisor.home import REPO, Home, find_home
 from backends.supervisor.launch import LOCAL, Api, Launch, free_ports, log_tail
 from backends.supervisor.locate import find_server
-from backends.supervisor.records import Instance, read_instances
 
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
@@ -69,13 +69,16 @@ class RunningServer:
         found = rundir.read_json(self.run_dir / rundir.HEALTH_FILE)
         return "" if found is None else str(found["state"])
 
-    def instances(self) -> list[Instance]:
+    def instances(self) -> list[InstanceRecord]:
         """The instance records: stub pids, worker pids, addresses."""
-        return read_instances(self.run_dir)
+        return read_records(self.run_dir)
 
-    def instance(self, model: str, number: int = 0) -> Instance:
-        """One instance's record now."""
-        return [i for i in self.instances() if i.model == model][number]
+    def instance(self, model: str, number: int = 0) -> InstanceRecord:
+        """One instance's record now; LookupError while it has none (in a reload)."""
+        for record in self.instances():
+            if (record.model, record.instance) == (model, number):
+                return record
+        raise LookupError(f"{model}#{number} has no record")
 
     def processes(self) -> list[int]:
         """Pids of everything that belongs to this server, the supervisor not included."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import subprocess
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from backends.supervisor import processes, rundir
-from backends.supervisor.records import forget_instances, read_instances
 
 
 @pytest.fixture(autouse=True)
@@ -79,21 +77,3 @@ def test_a_folder_that_others_may_enter_is_not_touched(tmp_path: Path) -> None:
     dead.path.chmod(0o755)
     (tmp_path / f"{rundir.PREFIX}link").symlink_to(tmp_path / "shm")
     assert rundir.sweep(said) == [] and dead.path.exists()
-
-
-def test_instance_records() -> None:
-    run_dir = rundir.make()
-    pid = os.getpid()
-    record = {
-        "model": "m", "instance": "0", "role": "stage", "pid": pid, "start_time": processes.start_time(pid),
-        "worker_pid": 7, "address": "/a", "state": "ready", "later_field": 1,
-    }  # fmt: skip
-    (run_dir.path / "m#0.json").write_text(json.dumps(record))
-    (run_dir.path / "n#0.json").write_text(json.dumps({**record, "model": "n", "start_time": 1}))
-    (run_dir.path / "torn#0.json").write_text("{")
-    living, dead = read_instances(run_dir.path)
-    assert living.name == "m#0" and living.stub_is_alive() and living.worker_pid == 7
-    assert not dead.stub_is_alive()  # the pid lives, but it is another process
-    forget_instances(run_dir.path)
-    assert read_instances(run_dir.path) == []
-    assert (run_dir.path / rundir.OWNER_FILE).exists()

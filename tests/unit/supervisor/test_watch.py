@@ -123,12 +123,21 @@ def test_reloads_wait_longer_each_time_then_the_server_restarts(watch: Watch) ->
     dead = instance(alive=False)
     assert kinds(watch.decide(seen(0, dead))) == [Reload]
     assert watch.decide(seen(0.5, dead, reloaded={"m": "load m: no"})) == []  # 1 s after the first
-    assert "load m: no" in watch.troubles
+    assert watch.troubles == ("m#0: its stub has died",)
     assert kinds(watch.decide(seen(1, dead))) == [Reload]
     assert watch.decide(seen(2.9, dead, reloaded={"m": ""})) == []  # 2 s after the second
     assert kinds(watch.decide(seen(3, dead))) == [Reload]
     (action,) = watch.decide(seen(4, dead, reloaded={"m": ""}))
     assert action == RestartServer("m#0: its stub has died; 3 reloads did not help")
+
+
+def test_a_model_that_a_failed_reload_left_without_instances_is_tried_again(watch: Watch) -> None:
+    watch.decide(seen(0, instance(alive=False), instance("n")))
+    assert watch.decide(seen(0.5, instance("n"), reloaded={"m": "load m: no"})) == []
+    assert watch.troubles == ("load m: no",)
+    assert watch.decide(seen(1, instance("n"))) == [Reload("m", "load m: no")]
+    assert watch.decide(seen(2, instance("n"), instance(), reloaded={"m": ""})) == []
+    assert watch.troubles == ()
 
 
 def test_a_reload_that_held_for_a_while_starts_afresh(watch: Watch) -> None:
