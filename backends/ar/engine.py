@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -23,6 +24,9 @@ from backends.core.engine import Event, Failed, Finished, Output, Run, Send
 from backends.core.errors import BadRequest, OmniError, StageFailed
 from backends.core.generate import Sampling
 from backends.core.pipeline import EngineContext
+
+REFUSALS = (VLLMClientError, ValueError)
+"""How vLLM says that a request cannot be served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,7 @@ class ArEngine:
     def step(self) -> Sequence[Event]:
         events: list[Event] = []
         for output in self.llm.step():
+            assert isinstance(output, RequestOutput), "pooling requests are never added"
             live = self._live.get(output.request_id)
             if live is not None:
                 events += self._events(live, output)
@@ -143,14 +148,14 @@ class ArEngine:
                 "messages",
             )
         params = self._params(live.sampling, room)
-        inputs: dict[str, Any] = {"prompt_token_ids": prompt.token_ids}
+        inputs = TokensPrompt(prompt_token_ids=prompt.token_ids)
         if prompt.media:
             inputs["multi_modal_data"] = prompt.media
         honours = self.options.scheduling_policy == "priority"
         try:
             # vLLM serves low numbers first, our requests say high for urgent
             self.llm.add_request(live.key, inputs, params, priority=-live.run.request.priority if honours else 0)
-        except ValueError as error:  # VLLMValidationError is one
+        except REFUSALS as error:
             raise _refusal(error, live.sampling) from None
         self._live[live.key] = live
 
@@ -165,7 +170,7 @@ class ArEngine:
                 structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
                 output_kind=RequestOutputKind.DELTA,
             )
-        except ValueError as error:
+        except REFUSALS as error:
             raise _refusal(error, sampling) from None
 
     # --- what came out --------------------------------------------------------------------------------------------
@@ -204,7 +209,7 @@ class ArEngine:
         return Failed(live.run, error)
 
 
-def _refusal(error: ValueError, sampling: Sampling) -> BadRequest:
+def _refusal(error: Exception, sampling: Sampling) -> BadRequest:
     return refusal(str(error), error.parameter if isinstance(error, VLLMValidationError) else None, sampling)
 
 
@@ -212,6 +217,7 @@ def _logprobs(made: CompletionOutput) -> list[dict[str, Any]]:
     """One entry per token: its id, text, log-probability and the most probable alternatives, best first."""
     entries: list[dict[str, Any]] = []
     for token_id, candidates in zip(made.token_ids, made.logprobs or (), strict=False):
+        assert candidates is not None, "None stands for a prompt's first token only"
         ranked = sorted(candidates.items(), key=lambda item: item[1].rank or 0)
         top = [{"token_id": i, "token": c.decoded_token or "", "logprob": c.logprob} for i, c in ranked]
         chosen = next(entry for entry in top if entry["token_id"] == token_id)

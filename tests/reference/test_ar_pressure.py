@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The AR engine with too little memory. A module of its own: vLLM allows one live engine per process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kit.ar_runs import PROMPTS, chat, drain, greedy_reference, make_engine, scheduler, tokens
+from tests.kit.ar_worker import become_ar_worker
+from tests.kit.checkpoints import tiny_llama
+
+become_ar_worker()
+pytestmark = pytest.mark.timeout(120)
+ANSWER = 80  # tokens: long enough that all runs are live at once and outgrow the cache
+
+
+def test_chunked_prefill_and_preemption_change_nothing(tmp_path):
+    """A step takes at most 32 tokens, and the KV cache is too small for all runs at once."""
+    folder = tiny_llama(tmp_path)
+    reference = greedy_reference(folder, [ANSWER] * len(PROMPTS))
+    small = make_engine(
+        folder, max_num_batched_tokens=32, max_model_len=512, enable_prefix_caching=False, block_size=32,
+        vllm={"num_gpu_blocks_override": 18},
+    )  # fmt: skip
+    preempted = []
+    original = scheduler(small)._preempt_request
+
+    def counting(*args, **kwargs):
+        preempted.append(args)
+        return original(*args, **kwargs)
+
+    scheduler(small)._preempt_request = counting
+    try:
+        longest = max(len(ids) for ids, _ in reference)
+        assert longest > 32, "no prompt needs a second chunk"
+        runs = [chat(p, max_tokens=ANSWER) for p in PROMPTS]
+        for run in runs:
+            small.open(run)
+        events = drain(small)
+        assert [tokens(events[run]) for run in runs] == [expected for _, expected in reference]
+        assert preempted, "the cache was large enough for all; nothing was tested"
+    finally:
+        small.close()
