@@ -5,8 +5,9 @@ Why each one is here (measured on the CPU build of vLLM 0.32 unless marked):
 
 OMP_NUM_THREADS            one thread, unless deploy says `threads`: with several processes on few cores OpenMP's
                            barriers cost 5 to 30 times a decode step (13.6 ms against 474 ms on 2 shared cores)
-LD_PRELOAD libiomp5        Intel's OpenMP instead of GNU's: its barrier sleeps instead of spinning, which matters
-                           from two threads on; it can only be chosen when the process starts
+LD_PRELOAD libiomp5        Intel's OpenMP instead of GNU's: from two threads on its barrier gives way to other
+                           processes (22 against 4 tokens/s on 2 busy cores; with one thread there is no difference);
+                           it can only be chosen when the process starts
 TORCH_COMPILE_DISABLE      vLLM compiles one helper of `logprobs` at its first use, 18 s in which no run advances
 VLLM_ENABLE_V1_MULTIPROCESSING  0: the engine lives in the worker's own loop, not in two more processes
 VLLM_USE_V2_MODEL_RUNNER   0: our hooks into the runner are written against the V1 runner (see upstream.py)
