@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The diffusion engine: all running requests advance together, one denoise step at a time."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from backends.core.chunk import Tensor
+from backends.core.engine import Event, Failed, Finished, Output, Progress, Run
+from backends.core.errors import BadRequest, Internal, StageFailed
+from backends.core.pipeline import EngineContext
+from backends.diffusion.calibrate import measured_budget
+from backends.diffusion.drawing import Drawing
+from backends.diffusion.executors import Prediction
+from backends.diffusion.fairness import choose
+from backends.diffusion.model import Model, find_model
+from backends.diffusion.options import MAX_SEED, Wish, read_options, read_wish
+from backends.diffusion.packed import Packed
+
+log = logging.getLogger("triton_omni.diffusion")
+
+COMPUTE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, ArithmeticError, AssertionError)
+"""What torch raises for a request it cannot compute (out of memory is a RuntimeError)."""
+
+
+@dataclass(slots=True)
+class Decode:
+    """Pictures waiting for the VAE: all finished ones of a drawing from `index` on, or a preview."""
+
+    drawing: Drawing
+    latents: torch.Tensor
+    index: int
+    step: int
+    partial: int | None
+
+
+class DiffusionEngine:
+    """Draws pictures for the `image` output. Between two steps at most one prompt and one picture go through their
+    networks, so a step never stalls for longer than that."""
+
+    def __init__(self, context: EngineContext, package_dir: str = "") -> None:
+        self.stage = context.stage
+        self.options = read_options(context.options, context.stage)
+        torch.set_num_threads(self.options.threads)
+        folder = find_model(self.options.model, package_dir, context.models_dir)
+        self.model = Model(folder, self.options, context.device)
+        self.forwards = 0
+        self.tokens_done = 0
+        self._drawings: list[Drawing] = []
+        self._decodes: list[Decode] = []
+        with torch.inference_mode():
+            self.budget = self.options.max_batch_tokens or measured_budget(self.model)
+        log.info("%s: %s tokens a step", context.stage, self.budget)
+
+    # --- contract ------------------------------------------------------------------------------------------------
+    def open(self, run: Run) -> None:
+        """Take a run; nothing is computed yet but token ids."""
+        wish = read_wish(run.request, self.stage, self.options.limits, self.options.defaults)
+        ids = self._ids(wish.prompt, "input" if run.request.operation == "image" else "messages")
+        negative = None
+        if wish.has_guidance:
+            assert wish.negative_prompt is not None
+            negative = self._ids(wish.negative_prompt, f"stages.{self.stage}.negative_prompt")
+        text = self.model.text
+        picture_tokens = (wish.width // 16) * (wish.height // 16)
+        tokens = sum(picture_tokens + text.count(i) for i in (ids, negative) if i is not None) * wish.n
+        seed = secrets.randbelow(MAX_SEED + 1) if wish.seed is None else wish.seed
+        drawing = Drawing(run, wish, seed, ids, negative, text.count(ids), tokens, self.tokens_done)
+        run.state = drawing
+        self._drawings.append(drawing)
+
+    def feed(self, run: Run, inputs: Any, last: bool) -> bool:
+        raise Internal("a diffusion stage works from the request; it takes no chunks", self.stage)
+
+    def stop(self, run: Run) -> None:
+        self._drop(run.state)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._decodes) or any(self._can_step(d) for d in self._drawings)
+
+    def step(self) -> Sequence[Event]:
+        """Decode one picture, encode one prompt, then one denoise step for the drawings chosen."""
+        events: list[Event] = []
+        with torch.inference_mode():
+            self._decode(events)
+            chosen = choose([d for d in self._drawings if self._can_step(d)], self.tokens_done, self.budget)
+            if self._prepare(chosen, events):
+                self._denoise([d for d in chosen if d.is_prepared], events)
+        return events
+
+    def close(self) -> None:
+        self._drawings.clear()
+        self._decodes.clear()
+        self._forget()
+
+    # --- parts of a step -----------------------------------------------------------------------------------------
+    def _decode(self, events: list[Event]) -> None:
+        """Decode what is due: finished pictures first, then previews."""
+        if not self._decodes:
+            return
+        job = next((d for d in self._decodes if d.partial is None), self._decodes[0])
+        self._decodes.remove(job)
+        drawing = job.drawing
+        latents = job.latents[job.index :] if self.options.batching == "seq" else job.latents[job.index :][:1]
+        if not bool(torch.isfinite(latents).all()):
+            self._fail(drawing, "the model produced numbers that are not finite", events)
+            return
+        try:
+            pictures = self.model.decode(latents, drawing.wish.width, drawing.wish.height)
+        except COMPUTE_ERRORS as error:
+            log.exception("request %s: decode failed", drawing.run.request_id)
+            self._fail(drawing, f"decoding failed: {error}", events)
+            return
+        for picture in pictures:
+            events.append(Output(drawing.run, "image", (Tensor.of("image", picture),), _meta(job)))
+            job.index += 1
+        if job.index < len(job.latents):
+            self._decodes.append(job)
+        elif job.partial is None:
+            self._drop(drawing)
+            events.append(Finished(drawing.run, "stop", _usage(drawing)))
+
+    def _prepare(self, chosen: Sequence[Drawing], events: list[Event]) -> bool:
+        """Prepare new drawings, one encode at most; False if a fresh batch should wait for its last member."""
+        may_encode = True
+        for drawing in chosen:
+            if drawing.is_prepared:
+                continue
+            known = self.model.text.knows(drawing.prompt_ids) and self.model.text.knows(drawing.negative_ids)
+            if not known and not may_encode:
+                continue
+            may_encode = may_encode and known
+            try:
+                self.model.prepare(drawing)
+            except COMPUTE_ERRORS as error:
+                log.exception("request %s: prepare failed", drawing.run.request_id)
+                self._fail(drawing, f"preparing failed: {error}", events)
+        left = [d for d in chosen if not d.is_prepared and d in self._drawings]
+        return not left or any(d.step for d in chosen)
+
+    def _denoise(self, batch: list[Drawing], events: list[Event]) -> None:
+        """One forward for all of `batch`, then guidance and scheduler one by one."""
+        if not batch:
+            return
+        for drawing, prediction in self._predict(batch, events):
+            try:
+                due = _due_previews(drawing.wish)
+                wants = drawing.step + 1 in due
+                preview = self.model.update(drawing, prediction, wants)
+            except COMPUTE_ERRORS as error:
+                log.exception("request %s: step failed", drawing.run.request_id)
+                self._fail(drawing, f"step {drawing.step + 1} failed: {error}", events)
+                continue
+            events.append(Progress(drawing.run, {"step": drawing.step, "steps": drawing.wish.steps}))
+            if preview is not None:
+                self._drop_previews(drawing)  # an older one would only come late
+                self._decodes.append(Decode(drawing, preview, 0, drawing.step, due.index(drawing.step)))
+            if not drawing.steps_left:
+                self._drop_previews(drawing)
+                self._decodes.append(Decode(drawing, drawing.noisy(), 0, drawing.step, None))
+
+    def _predict(self, batch: list[Drawing], events: list[Event]) -> list[tuple[Drawing, Prediction]]:
+        """The batch's predictions; if the forward fails, each drawing's own, and only the culprits fail."""
+        try:
+            found = self.model.executor.predict(batch)
+            self._count(batch)
+            return list(zip(batch, found, strict=True))
+        except COMPUTE_ERRORS as error:
+            self._forget()
+            if len(batch) == 1:
+                log.exception("request %s: step failed", batch[0].run.request_id)
+                self._fail(batch[0], f"step {batch[0].step + 1} failed: {error}", events)
+                return []
+            log.warning("a step of %d requests failed, each goes alone: %s", len(batch), error)
+        return [pair for drawing in batch for pair in self._predict([drawing], events)]
+
+    # --- bookkeeping ---------------------------------------------------------------------------------------------
+    def _can_step(self, drawing: Drawing) -> bool:
+        return drawing.steps_left > 0 and not drawing.run.blocked
+
+    def _count(self, batch: Sequence[Drawing]) -> None:
+        self.forwards += 1
+        self.tokens_done += sum(d.tokens for d in batch)
+
+    def _ids(self, prompt: str, field: str) -> tuple[int, ...]:
+        ids = self.model.text.ids(prompt)
+        count = self.model.text.count(ids)
+        if count > self.options.max_prompt_tokens:
+            raise BadRequest(f"{count} tokens long; at most {self.options.max_prompt_tokens} are read", field)
+        return ids
+
+    def _fail(self, drawing: Drawing, message: str, events: list[Event]) -> None:
+        self._drop(drawing)
+        events.append(Failed(drawing.run, StageFailed(message, self.stage)))
+
+    def _drop(self, drawing: Drawing) -> None:
+        """Forget a drawing and everything queued for it."""
+        self._drawings = [d for d in self._drawings if d is not drawing]
+        self._decodes = [d for d in self._decodes if d.drawing is not drawing]
+        if not self._drawings:
+            self._forget()
+
+    def _drop_previews(self, drawing: Drawing) -> None:
+        self._decodes = [d for d in self._decodes if d.drawing is not drawing or d.partial is None]
+
+    def _forget(self) -> None:
+        if isinstance(self.model.executor, Packed):
+            self.model.executor.forget()
+
+
+def _due_previews(wish: Wish) -> list[int]:
+    """Steps after which a preview is made, evenly spread and none after the last."""
+    parts = wish.partial_images + 1
+    return sorted({max(1, wish.steps * k // parts) for k in range(1, parts)} - {wish.steps})
+
+
+def _meta(job: Decode) -> dict[str, Any]:
+    """Facts about a picture."""
+    drawing = job.drawing
+    meta: dict[str, Any] = {
+        "index": job.index, "partial": job.partial is not None, "step": job.step, "steps": drawing.wish.steps,
+        "seed": drawing.seed, "cfg_applied": drawing.wish.has_guidance,
+    }  # fmt: skip
+    if job.partial is not None:
+        meta["partial_image_index"] = job.partial
+    if drawing.wish.guidance_scale is not None:
+        meta["guidance_scale_applied"] = False
+    return meta
+
+
+def _usage(drawing: Drawing) -> dict[str, float]:
+    wish = drawing.wish
+    tokens = wish.n * (wish.width // 16) * (wish.height // 16)
+    return {
+        "prompt_tokens": drawing.prompt_tokens, "completion_tokens": tokens, "images": wish.n, "steps": wish.steps,
+    }  # fmt: skip

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to put several drawings through the transformer: the readable ones.
+
+All return, per drawing, the predicted velocity with the prompt and (if it has guidance) with the negative prompt,
+each (n, image tokens, channels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from backends.diffusion.drawing import Drawing
+
+
+class Prediction(NamedTuple):
+    """What the transformer said about one drawing."""
+
+    positive: torch.Tensor
+    negative: torch.Tensor | None
+
+
+class Executor(Protocol):
+    """One evaluation of the transformer for many drawings."""
+
+    def predict(self, drawings: Sequence[Drawing]) -> list[Prediction]: ...
+
+
+class Row(NamedTuple):
+    """One picture of one guidance branch of one drawing."""
+
+    drawing: Drawing
+    picture: int
+    features: torch.Tensor
+
+
+def rows_of(drawings: Sequence[Drawing]) -> list[Row]:
+    """All rows, drawing by drawing, in each branch by branch."""
+    return [Row(d, i, f) for d in drawings for f in d.branches() for i in range(d.wish.n)]
+
+
+def regroup(drawings: Sequence[Drawing], rows: Sequence[torch.Tensor]) -> list[Prediction]:
+    """The inverse of `rows_of` for what came out per row."""
+    found: list[Prediction] = []
+    at = 0
+    for drawing in drawings:
+        parts: list[torch.Tensor | None] = []
+        for _ in drawing.branches():
+            parts.append(torch.stack(list(rows[at : at + drawing.wish.n])))
+            at += drawing.wish.n
+        positive, negative = (*parts, None)[:2]
+        assert positive is not None
+        found.append(Prediction(positive, negative))
+    return found
+
+
+class OneByOne:
+    """The stock pipeline's own arithmetic, bit for bit: one call per drawing and branch."""
+
+    def __init__(self, transformer: Any) -> None:
+        self._transformer = transformer
+
+    def predict(self, drawings: Sequence[Drawing]) -> list[Prediction]:
+        return [self._one(d) for d in drawings]
+
+    def _one(self, drawing: Drawing) -> Prediction:
+        latents = drawing.noisy()
+        timestep = drawing.time().expand(len(latents)).to(latents.dtype) / 1000
+        results = [
+            self._transformer(
+                hidden_states=latents,
+                timestep=timestep,
+                encoder_hidden_states=features.expand(len(latents), -1, -1),
+                encoder_hidden_states_mask=None,
+                img_shapes=[[drawing.grid]] * len(latents),
+                return_dict=False,
+            )[0]
+            for features in drawing.branches()
+        ]
+        return Prediction(results[0], results[1] if len(results) == 2 else None)
+
+
+class Padded:
+    """The stock forward over drawings of equal size: text padded to the longest, branches stacked."""
+
+    def __init__(self, transformer: Any) -> None:
+        self._transformer = transformer
+
+    def predict(self, drawings: Sequence[Drawing]) -> list[Prediction]:
+        found: dict[int, Prediction] = {}
+        by_size = sorted(drawings, key=lambda d: d.grid)
+        for grid, group in groupby(by_size, key=lambda d: d.grid):
+            alike = list(group)
+            for drawing, prediction in zip(alike, regroup(alike, self._group(alike, grid)), strict=True):
+                found[id(drawing)] = prediction
+        return [found[id(d)] for d in drawings]
+
+    def _group(self, drawings: list[Drawing], grid: tuple[int, int, int]) -> Sequence[torch.Tensor]:
+        rows = rows_of(drawings)
+        lengths = [r.features.shape[1] for r in rows]
+        longest = max(lengths)
+        features = torch.cat([F.pad(r.features, (0, 0, 0, longest - r.features.shape[1])) for r in rows])
+        mask = None
+        if min(lengths) < longest:
+            positions = torch.arange(longest, device=features.device)
+            mask = positions[None] < torch.tensor(lengths, device=features.device)[:, None]
+        latents = torch.stack([r.drawing.noisy()[r.picture] for r in rows])
+        timesteps = torch.stack([r.drawing.time() for r in rows]).to(latents.dtype) / 1000
+        return self._transformer(
+            hidden_states=latents,
+            timestep=timesteps,
+            encoder_hidden_states=features,
+            encoder_hidden_states_mask=mask,
+            img_shapes=[[grid]] * len(rows),
+            return_dict=False,
+        )[0]

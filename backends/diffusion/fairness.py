@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which runs take part in the next step. Pure arithmetic on token counts.
+
+Every run has a *need*: how long it has been here, plus what it still needs, over what it still needs, all counted in
+tokens the engine put through the model. The neediest go first, as many as one forward may hold. So
+
+* equal runs finish one after the other in order of arrival, instead of all of them late;
+* a small run that comes while a large one is drawn soon needs more, and overtakes between two steps;
+* a large run's need grows without bound while small ones pass, so it is never starved either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+
+class Claim(Protocol):
+    """What is asked of a run here."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step, all pictures and guidance branches."""
+        ...
+
+    @property
+    def steps_left(self) -> int: ...
+
+    @property
+    def came_at(self) -> int:
+        """The engine's count of tokens when the run was opened."""
+        ...
+
+
+C = TypeVar("C", bound=Claim)
+
+
+def need(claim: Claim, now: int) -> float:
+    """1 for a run that just came; grows with waiting, faster for small runs."""
+    rest = max(1, claim.tokens * claim.steps_left)
+    return (now - claim.came_at + rest) / rest
+
+
+def choose(claims: Sequence[C], now: int, budget: int) -> list[C]:
+    """The neediest claims that fit into `budget` tokens together; never none, if there are any."""
+    ranked = sorted(claims, key=lambda c: -need(c, now))  # stable: equal needs keep the order of arrival
+    chosen: list[C] = []
+    room = budget
+    for claim in ranked:
+        if not chosen or claim.tokens <= room:
+            chosen.append(claim)
+            room -= claim.tokens
+    return chosen

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request may ask of a diffusion stage, and what deploy.yaml may say about it. No torch here.
+
+`read_wish` holds every rule that needs no model: a pipeline's `check` calls it in the thin stub, before any stage
+works, and the engine calls it again, with the deploy file's limits.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest
+
+MAX_SEED = 2**63 - 1
+MAX_PROMPT_CHARS = 32_000
+SIZE_MULTIPLE = 16
+"""Pixels a token is wide: the VAE's factor 8 times the transformer's 2 x 2 patches. The loader checks the model."""
+MIN_SIDE = 32
+MAX_SIDE = 4096
+MAX_SCALE = 20.0
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class OptionsError(ValueError):
+    """Engine options or the model they name cannot be used; the text names the key or the file."""
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one request may cost on this machine.
+
+    A schedule with a fixed last sigma divides zero by zero for one step, so there are at least two.
+    """
+
+    max_pixels: Count = 2 * 1024 * 1024
+    max_steps: Annotated[int, msgspec.Meta(ge=2, le=200)] = 200
+    max_images: Annotated[int, msgspec.Meta(ge=1, le=10)] = 10
+    max_partial_images: Annotated[int, msgspec.Meta(ge=0, le=3)] = 3
+    max_total_pixels: Count = 8 * 1024 * 1024
+    min_steps: Annotated[int, msgspec.Meta(ge=2)] = 2
+
+
+class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request that says nothing gets. Guidance works only against a negative prompt; " " is one."""
+
+    width: Count = 1024
+    height: Count = 1024
+    steps: Count = 50
+    true_cfg_scale: float = 4.0
+    negative_prompt: str | None = None
+
+
+class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The `engine:` section of a diffusion stage in deploy.yaml; every default is here.
+
+    model             folder in diffusers layout; "package:NAME" is a folder of the pipeline itself
+    batching          packed: any mix in one forward; pad: equal sizes only; seq: the stock arithmetic, one by one
+    dtype             float32 or bfloat16
+    threads           torch threads on a CPU, fixed because results depend on it
+    max_batch_tokens  tokens one forward may hold, unless a single run needs more; 0: measured when loading
+    max_prompt_tokens longest prompt, counted after the template
+    text_cache        prompts whose features are kept
+    vae_tiling        decode large pictures in tiles (needs less memory; seams are blended, not exact)
+    """
+
+    model: str
+    batching: Literal["packed", "pad", "seq"] = "packed"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: Count = 1
+    max_batch_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_prompt_tokens: Count = 512
+    text_cache: Annotated[int, msgspec.Meta(ge=0)] = 32
+    vae_tiling: bool = False
+    limits: Limits = Limits()
+    defaults: Defaults = Defaults()
+
+
+def read_options(options: Mapping[str, Any], stage: str) -> DiffusionOptions:
+    """Typed engine options; raises OptionsError naming the stage, the key and the nearest known key."""
+    try:
+        return msgspec.convert(dict(options), DiffusionOptions)
+    except msgspec.ValidationError as error:
+        raise OptionsError(f"stage '{stage}', engine options: {error}{_hint(str(error))}") from None
+
+
+def _hint(message: str) -> str:
+    if "unknown field" not in message:
+        return ""
+    known = {*DiffusionOptions.__struct_fields__, *Limits.__struct_fields__, *Defaults.__struct_fields__}
+    near = difflib.get_close_matches(message.split("`")[1], sorted(known), n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+# --- a request ------------------------------------------------------------------------------------------------
+class ImageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request's own options for the stage (`stages.<stage>`); None means the deploy default.
+
+    guidance_scale   for guidance-distilled models; reported as not applied by others
+    true_cfg_scale   classifier-free guidance against the negative prompt; 1 or less switches it off
+    partial_images   previews on the way, evenly spread over the steps
+    """
+
+    width: int | None = None
+    height: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    true_cfg_scale: float | None = None
+    negative_prompt: str | None = None
+    seed: int | None = None
+    n: int = 1
+    partial_images: int = 0
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """A request with everything decided but the seed (None: the engine draws one and reports it)."""
+
+    prompt: str
+    negative_prompt: str | None
+    width: int
+    height: int
+    steps: int
+    true_cfg_scale: float
+    seed: int | None
+    n: int
+    partial_images: int
+    guidance_scale: float | None
+
+    @property
+    def has_guidance(self) -> bool:
+        """True if the unconditional branch has to be computed, too."""
+        return self.true_cfg_scale > 1 and self.negative_prompt is not None
+
+
+def read_wish(request: GenerateRequest, stage: str, limits: Limits, defaults: Defaults) -> Wish:
+    """What the request asks for; raises BadRequest naming the field."""
+    options = _options(request.stages.get(stage, {}), stage)
+    seed = options.seed if options.seed is not None else request.sampling.seed
+    wish = Wish(
+        prompt=_prompt(request),
+        negative_prompt=options.negative_prompt if options.negative_prompt is not None else defaults.negative_prompt,
+        width=options.width if options.width is not None else defaults.width,
+        height=options.height if options.height is not None else defaults.height,
+        steps=options.steps if options.steps is not None else defaults.steps,
+        true_cfg_scale=options.true_cfg_scale if options.true_cfg_scale is not None else defaults.true_cfg_scale,
+        seed=seed,
+        n=options.n,
+        partial_images=options.partial_images,
+        guidance_scale=options.guidance_scale,
+    )
+    at = f"stages.{stage}"
+    _check_size(wish, limits, at)
+    _within(wish.steps, limits.min_steps, limits.max_steps, f"{at}.steps")
+    _within(wish.n, 1, limits.max_images, f"{at}.n")
+    _within(wish.partial_images, 0, limits.max_partial_images, f"{at}.partial_images")
+    if wish.n * wish.width * wish.height > limits.max_total_pixels:
+        raise BadRequest(
+            f"{wish.n} pictures of {wish.width}x{wish.height} are more than {limits.max_total_pixels} pixels", f"{at}.n"
+        )
+    _within(wish.true_cfg_scale, 0.0, MAX_SCALE, f"{at}.true_cfg_scale")
+    if wish.guidance_scale is not None:
+        _within(wish.guidance_scale, 0.0, MAX_SCALE, f"{at}.guidance_scale")
+    if seed is not None:
+        _within(seed, 0, MAX_SEED, f"{at}.seed" if options.seed is not None else "sampling.seed")
+    if len(options.negative_prompt or "") > MAX_PROMPT_CHARS:
+        raise BadRequest(f"longer than {MAX_PROMPT_CHARS} characters", f"{at}.negative_prompt")
+    return wish
+
+
+def _options(given: Mapping[str, Any], stage: str) -> ImageOptions:
+    try:
+        return msgspec.convert(dict(given), ImageOptions)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`")
+        if not name and "unknown field" in message:
+            name = message.split("`")[1]
+            near = difflib.get_close_matches(name, ImageOptions.__struct_fields__, n=1)
+            message += f"; did you mean '{near[0]}'?" if near else ""
+        raise BadRequest(message, f"stages.{stage}.{name}" if name else f"stages.{stage}") from None
+
+
+def _prompt(request: GenerateRequest) -> str:
+    """The description of the picture: `input`, or the text of the last user message of a chat."""
+    if request.operation == "image":
+        text, field = request.input, "input"
+    else:
+        field = "messages"
+        users = [m for m in request.messages if m.role == "user"]
+        if not users:
+            raise BadRequest("there is no user message to draw", field)
+        if any(part.type != "text" for part in users[-1].parts):
+            raise BadRequest("this model draws from text only; it does not edit pictures", field)
+        text = "".join(part.text for part in users[-1].parts)
+    if not text.strip():
+        raise BadRequest("a picture needs a description", field)
+    if len(text) > MAX_PROMPT_CHARS:
+        raise BadRequest(f"a description may have {MAX_PROMPT_CHARS} characters, not {len(text)}", field)
+    return text
+
+
+def _check_size(wish: Wish, limits: Limits, at: str) -> None:
+    for name, side in (("width", wish.width), ("height", wish.height)):
+        _within(side, MIN_SIDE, MAX_SIDE, f"{at}.{name}")
+        if side % SIZE_MULTIPLE:
+            below = side // SIZE_MULTIPLE * SIZE_MULTIPLE
+            raise BadRequest(
+                f"{side} is not a multiple of {SIZE_MULTIPLE}; the nearest are {below} and {below + SIZE_MULTIPLE}",
+                f"{at}.{name}",
+            )
+    if wish.width * wish.height > limits.max_pixels:
+        raise BadRequest(
+            f"{wish.width}x{wish.height} is more than the {limits.max_pixels} pixels this server draws", f"{at}.width"
+        )
+
+
+def _within(value: float, low: float, high: float, field: str) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise BadRequest(f"must be from {low} to {high}, not {value}", field)

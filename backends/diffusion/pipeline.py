@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graph of every text-to-image model: one stage, one output. Imported by the thin stub: no torch at the top."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from backends.core.chunk import TensorSpec
+from backends.core.engine import Engine
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest
+from backends.core.pipeline import EngineContext, Operation, Output, Pipeline, Stage
+from backends.diffusion.options import SIZE_MULTIPLE, Defaults, Limits, read_wish
+
+STAGE = "denoiser"
+
+OUTERMOST = Limits(max_pixels=4096 * 4096, max_total_pixels=10 * 4096 * 4096)
+"""No deploy file allows more than this; what it allows is checked by the engine when the run is opened."""
+
+
+def text_to_image(name: str, package_dir: str, about: Mapping[str, Any]) -> Pipeline:
+    """Pipeline `name` around one denoiser; `package_dir` is where deploy's "package:…" models are."""
+    return Pipeline(
+        name=name,
+        stages=(Stage(STAGE, partial(_engine, package_dir), outputs=(TensorSpec("image", "uint8", (-1, -1, 3)),)),),
+        edges=(),
+        outputs=(Output("image", STAGE),),
+        operations=(Operation("image", STAGE, ("image",)), Operation("chat", STAGE, ("image",))),
+        check=check,
+        about={"size_multiple": SIZE_MULTIPLE} | dict(about),
+    )
+
+
+def check(request: GenerateRequest) -> None:
+    """Refuse what no text-to-image stage can do, naming the field."""
+    for stage in request.stages:
+        if stage != STAGE:
+            raise BadRequest(f"unknown stage '{stage}'; this pipeline has: {STAGE}", f"stages.{stage}")
+    read_wish(request, STAGE, OUTERMOST, Defaults())
+
+
+def _engine(package_dir: str, context: EngineContext) -> Engine:
+    from backends.diffusion.engine import DiffusionEngine  # torch and diffusers: only in the worker
+
+    return DiffusionEngine(context, package_dir)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402 - the imports below must come after the call
+"""The one file that imports diffusers and transformers, and deals with their quirks."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+
+__all__ = [
+    "PRETOKENIZE_REGEX", "AutoencoderKLQwenImage",
+    "DiffusionPipeline",
+    "FlowMatchEulerDiscreteScheduler",
+    "Qwen2Tokenizer",
+    "Qwen2_5_VLConfig",
+    "Qwen2_5_VLForConditionalGeneration",
+    "QwenImageCausalConv3d",
+    "QwenImagePipeline",
+    "QwenImageTransformer2DModel",
+    "apply_rotary_emb_qwen",
+    "calculate_shift",
+]  # fmt: skip
+
+log = logging.getLogger("triton_omni.diffusion")
+
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+
+def hide_broken_companions() -> None:
+    """Make torch's companion packages look absent if they do not fit it.
+
+    Package managers pair the CPU build of torch with CUDA builds of its companions, whose libraries then fail to
+    load; transformers and diffusers would use them because they are there ("operator torchvision::nms does not
+    exist"). Nothing in this room needs them.
+    """
+    for name in COMPANIONS:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+        except (RuntimeError, OSError) as error:
+            log.info("%s does not fit the installed torch and is ignored: %s", name, str(error).splitlines()[0])
+            for loaded in [n for n in sys.modules if n.partition(".")[0] == name]:
+                del sys.modules[loaded]
+            sys.modules[name] = None  # type: ignore[assignment]  # the import machinery's word for "not there"
+
+
+hide_broken_companions()
+
+from diffusers import (
+    AutoencoderKLQwenImage,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
+from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from diffusers.utils import logging as diffusers_logging
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.utils import logging as transformers_logging
+
+
+def be_quiet() -> None:
+    """No progress bars of theirs in our logs."""
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()

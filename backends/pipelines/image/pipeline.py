@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline `image`: the embedded default, a small model that draws handwritten digits in colours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backends.diffusion.pipeline import text_to_image
+
+PIPELINE = text_to_image(
+    "image",
+    package_dir=str(Path(__file__).parent),
+    about={
+        "sizes": ["64x64", "96x64", "64x96", "96x96", "128x96", "128x128"],
+        "default_size": "64x64",
+        "example": "a red 7 on a yellow background",
+    },
+)

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline `qwen_image`: Qwen-Image; the graph and the engine are those of every text-to-image model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backends.diffusion.pipeline import text_to_image
+
+PIPELINE = text_to_image(
+    "qwen_image",
+    package_dir=str(Path(__file__).parent),
+    about={
+        "sizes": ["1024x1024", "1328x1328", "1664x928", "928x1664", "1472x1104", "1104x1472"],
+        "default_size": "1024x1024",
+    },
+)

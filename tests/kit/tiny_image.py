@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny random QwenImagePipeline on disk, and an engine over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backends.core.engine import Event, Failed, Finished, Output, Run
+from backends.core.generate import GenerateRequest
+from backends.core.ids import new_run_id
+from backends.core.pipeline import EngineContext
+
+STAGE = "denoiser"
+
+
+def save_tiny_image(folder: Path, seed: int = 0) -> Path:
+    """Write the checkpoint (3.5 MB, diffusers layout); equal seeds give equal weights."""
+    from backends.pipelines.image.build_small import make_pipeline
+
+    make_pipeline(seed=seed).save_pretrained(folder)
+    return folder
+
+
+def engine_of(folder: Path, **options: Any) -> Any:
+    """A diffusion engine over a checkpoint; `options` are its deploy values."""
+    from backends.diffusion.engine import DiffusionEngine
+
+    given = {"model": str(folder), "max_batch_tokens": 100_000} | options
+    return DiffusionEngine(EngineContext("image", STAGE, given))
+
+
+def image_run(prompt: str, **options: Any) -> Run:
+    """A run of operation "image" with these stage options."""
+    request = GenerateRequest(operation="image", input=prompt, stages={STAGE: options})
+    run_id = new_run_id()
+    return Run(run_id, run_id.hex()[:8], request, wanted=frozenset({"image"}))
+
+
+def finish(engine: Any, most_steps: int = 2000) -> list[Event]:
+    """Step until nothing is left to do; the events in order."""
+    events: list[Event] = []
+    for _ in range(most_steps):
+        if not engine.busy:
+            return events
+        events += engine.step()
+    raise AssertionError(f"still busy after {most_steps} steps")
+
+
+def pictures(events: Iterable[Event], run: Run) -> list[np.ndarray]:
+    """The run's final pictures, by index."""
+    found = [e for e in events if isinstance(e, Output) and e.run is run and not e.meta["partial"]]
+    assert [e.meta["index"] for e in found] == list(range(len(found)))
+    return [np.asarray(e.tensors[0].data) for e in found]
+
+
+def ends(events: Iterable[Event], run: Run) -> list[Finished | Failed]:
+    """The run's terminal events."""
+    return [e for e in events if isinstance(e, Finished | Failed) and e.run is run]
