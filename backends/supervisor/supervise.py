@@ -27,7 +27,7 @@ TURN_S = 1.0
 PROBE_TIMEOUT_S = 2.0
 PROXY_PATIENCE_S = 10.0
 PROXY_WAIT_S = 2.0  # between two starts of a proxy that ends at once
-UNLOAD_TIMEOUT_S = 15.0  # a dead stub can hold an unload for long; `load` is tried all the same
+UNLOAD_TIMEOUT_S = 15.0  # an unload waits for the model's open requests; `load` is tried all the same
 STOP_MARGIN_S = 10.0
 
 
@@ -98,11 +98,11 @@ class Supervisor:
             self._end()
 
     def _ready(self) -> None:
-        self._health("ready")
         facts = self._facts()
         rundir.write_json(self.plan.launch.run_dir.path / rundir.FACTS_FILE, facts)
         if self.plan.info_file is not None:
             rundir.write_json(self.plan.info_file, facts)
+        self._health("ready")
 
     def _facts(self) -> dict[str, object]:
         launch = self.plan.launch
@@ -174,7 +174,7 @@ class Supervisor:
             self._restart_server()
 
     def _reload(self, model: str) -> str:
-        """Unload, then load; the unload of a dead stub may time out, and load works even then."""
+        """Unload, then load: for a model that Triton believes loaded and unchanged, `load` alone does nothing."""
         api = self.plan.launch.api()
         unloaded = api.unload(model, UNLOAD_TIMEOUT_S)
         error = api.load(model, self.plan.start_timeout_s)
