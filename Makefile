@@ -19,7 +19,7 @@ SERVE_ARGS ?=
 PERF_ARGS ?=
 TESTS ?= tests
 
-.PHONY: help setup serve demo test check lint unit test-soak chaos test-gpu repository perf clean
+.PHONY: help setup serve demo test check doctor lint unit test-soak chaos test-gpu repository perf clean
 
 help: ## show this list
 	@echo "Triton-Omni: make TARGET"
@@ -43,6 +43,9 @@ unit: ## unit tests
 	@$(PYTEST) -q tests/unit
 
 check: lint unit ## lint, types, unit tests (under 2 minutes)
+
+doctor: ## is all set up; memory and start-up seconds of running servers
+	@$(SUPERVISOR) doctor
 
 test: setup lint ## set-up, lint, types and all tests but soak and GPU
 	@$(PYTEST) -m "not soak and not gpu" $(TESTS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m backends.supervisor setup|serve|demo|health|sweep`. Any Python starts it, the engine's own runs it."""
+"""`python -m backends.supervisor setup|serve|demo|doctor|…`. Any Python starts it, the engine environment runs it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments[:1] == ["setup"]:
         return setup.main(arguments[1:])
     use_engine_python()
-    from backends.supervisor import demo, serve
+    from backends.supervisor import demo, doctor, serve
 
     parser = argparse.ArgumentParser(prog="backends.supervisor", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("setup", help="make what the local server needs")
     serve.add_arguments(commands.add_parser("serve", help="run the server until Ctrl-C"))
     demo.add_arguments(commands.add_parser("demo", help="start a server, ask it, show what came"))
+    commands.add_parser("doctor", help="check set-up, list running servers with memory and start-up seconds")
     commands.add_parser("health", help="exit code 0 if the server here is well")
     commands.add_parser("sweep", help="remove what dead servers left")
     options = parser.parse_args(arguments)
@@ -38,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
             return serve.serve(options, setup.say)
         if options.command == "demo":
             return demo.demo(options, setup.say)
+        if options.command == "doctor":
+            return doctor.doctor(setup.say)
         if options.command == "health":
             return health()
         rundir.sweep(setup.say)

@@ -51,7 +51,8 @@ def read_requirements(files: Iterable[Path]) -> list[Requirement]:
 
 def pip(python: Path, arguments: Sequence[str], log: Path, say: Say, known: Sequence[Requirement] = ()) -> None:
     """Run pip of `python`'s environment. Raises a Problem that explains the log if pip fails."""
-    command = [str(python), "-m", "pip", *arguments, *pip_arguments(os.environ)]
+    extra = pip_arguments(os.environ) if arguments[0] in ("install", "download") else []
+    command = [str(python), "-m", "pip", *arguments, *extra]
     log.parent.mkdir(parents=True, exist_ok=True)
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     with log.open("a") as sink:
@@ -77,7 +78,7 @@ def pip(python: Path, arguments: Sequence[str], log: Path, say: Say, known: Sequ
 
 
 def pip_arguments(environ: Mapping[str, str]) -> list[str]:
-    """What the user wants every pip call to get, from PIP_ARGS."""
+    """What the user wants pip to get when it looks for packages, from PIP_ARGS."""
     return shlex.split(environ.get(PIP_ARGS_VARIABLE, ""))
 
 

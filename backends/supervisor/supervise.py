@@ -75,6 +75,7 @@ class Supervisor:
         self._say = say
         self._server: subprocess.Popen[bytes] | None = None
         self._proxy: subprocess.Popen[bytes] | None = None
+        self._ready_s = 0.0
         self._proxy_not_before_s = 0.0
         self._reloads: dict[str, Future[str]] = {}
         self._pool = ThreadPoolExecutor(2, "reload")
@@ -118,6 +119,7 @@ class Supervisor:
             "supervisor_pid": os.getpid(),
             "server_pid": self._server.pid if self._server else 0,
             "proxy_pid": self._proxy.pid if self._proxy else 0,
+            "ready_s": round(self._ready_s, 1),
             "server_log": str(self.plan.server_log),
         }
 
@@ -205,7 +207,8 @@ class Supervisor:
             self._show_models(shown, start)
             if launch.api().is_ready(PROBE_TIMEOUT_S):
                 self._show_models(shown, start)
-                self._say(f"tritonserver is ready after {time.monotonic() - start:.1f} s (pid {self._server.pid})")
+                self._ready_s = time.monotonic() - start
+                self._say(f"tritonserver is ready after {self._ready_s:.1f} s (pid {self._server.pid})")
                 return
             if time.monotonic() - start > self.plan.start_timeout_s:
                 raise self._no_start(f"the models were not ready after {self.plan.start_timeout_s:.0f} s")
