@@ -18,7 +18,7 @@ class Drawing:
 
     Set at open: run, wish, seed, prompt and negative ids, tokens, came_at. Set by the engine's `_prepare`:
     positive, negative (features (1, tokens, dim)), latents (n, image tokens, channels), scheduler, timesteps.
-    Set by each step: latents, step. Set when decoding: undecoded.
+    Set by each step: latents, step.
     """
 
     run: Run
@@ -35,7 +35,6 @@ class Drawing:
     scheduler: Any = None
     timesteps: torch.Tensor | None = None
     step: int = 0
-    undecoded: int = 0
 
     @property
     def is_prepared(self) -> bool:
@@ -44,6 +43,11 @@ class Drawing:
     @property
     def steps_left(self) -> int:
         return self.wish.steps - self.step
+
+    @property
+    def work(self) -> int:
+        """Tokens of all its steps."""
+        return self.tokens * self.wish.steps
 
     @property
     def grid(self) -> tuple[int, int, int]:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which runs take part in the next step. Pure arithmetic on token counts.
 
-Every run has a *need*: how long it has been here, plus what it still needs, over what it still needs, all counted in
-tokens the engine put through the model. The neediest go first, as many as one forward may hold. So
+Every run has a *need*: how long it has been here over all the work it is, both counted in tokens that the engine
+puts through the model. The neediest go first, as many as one forward may hold. So
 
 * equal runs finish one after the other in order of arrival, instead of all of them late;
-* a small run that comes while a large one is drawn soon needs more, and overtakes between two steps;
-* a large run's need grows without bound while small ones pass, so it is never starved either.
+* a small run that comes while a large one is drawn needs more after a step or two, and overtakes;
+* a large run's need grows while small ones pass, so a steady stream of them slows it down by about as much as they
+  slow down one another, and no more.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Claim(Protocol):
         ...
 
     @property
-    def steps_left(self) -> int: ...
+    def work(self) -> int:
+        """Tokens of all its steps, done or not."""
+        ...
 
     @property
     def came_at(self) -> int:
@@ -36,9 +39,8 @@ C = TypeVar("C", bound=Claim)
 
 
 def need(claim: Claim, now: int) -> float:
-    """1 for a run that just came; grows with waiting, faster for small runs."""
-    rest = max(1, claim.tokens * claim.steps_left)
-    return (now - claim.came_at + rest) / rest
+    """0 for a run that just came; grows with time, faster for small runs."""
+    return (now - claim.came_at) / claim.work
 
 
 def choose(claims: Sequence[C], now: int, budget: int) -> list[C]:

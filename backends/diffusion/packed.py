@@ -163,23 +163,28 @@ class Packed:
         heads = (-1, self._head_dim)
         q, k, v = (f(image).unflatten(-1, heads) for f in (attn.to_q, attn.to_k, attn.to_v))
         tq, tk, tv = (f(text).unflatten(-1, heads) for f in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
-        q, k = (apply_rotary_emb_qwen(n(x), image_table, False) for n, x in ((attn.norm_q, q), (attn.norm_k, k)))
-        tq = apply_rotary_emb_qwen(attn.norm_added_q(tq), text_table, False)
-        tk = apply_rotary_emb_qwen(attn.norm_added_k(tk), text_table, False)
+        q, k = _rotate(attn.norm_q(q), image_table), _rotate(attn.norm_k(k), image_table)
+        tq, tk = _rotate(attn.norm_added_q(tq), text_table), _rotate(attn.norm_added_k(tk), text_table)
         seen_by_image: list[torch.Tensor] = []
         seen_by_text: list[torch.Tensor] = []
         at = text_at = 0
         for length, text_length in zip(layout.image_lengths, layout.text_lengths, strict=True):
             mine, text_mine = slice(at, at + length), slice(text_at, text_at + text_length)
-            joint = [
+            jq, jk, jv = (
                 torch.cat([t[:, text_mine], i[:, mine]], 1).transpose(1, 2) for t, i in ((tq, q), (tk, k), (tv, v))
-            ]
-            seen = F.scaled_dot_product_attention(*joint)[0].transpose(0, 1).flatten(1)
+            )
+            seen = F.scaled_dot_product_attention(jq, jk, jv)[0].transpose(0, 1).flatten(1)
             seen_by_text.append(seen[:text_length])
             seen_by_image.append(seen[text_length:])
             at, text_at = at + length, text_at + text_length
         image_out = attn.to_out[0](self._fill(torch.cat(seen_by_image)))[None]
         return image_out, attn.to_add_out(self._fill(torch.cat(seen_by_text)))[None]
+
+
+def _rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotary positions; `table` is complex (tokens, head_dim / 2)."""
+    rotated: Any = apply_rotary_emb_qwen(x, table, use_real=False)  # pyright: ignore[reportArgumentType]
+    return rotated
 
 
 def _modulate(x: torch.Tensor, row_values: torch.Tensor, row_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

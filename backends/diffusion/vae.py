@@ -28,7 +28,7 @@ class FrameConv(nn.Module):
         self.bias = None if conv.bias is None else nn.Parameter(conv.bias.detach().clone())
         self.stride = conv.stride[1:]
         left, _, top, _, _, _ = conv._padding
-        self.padding = (top, left)
+        self.padding = (int(top), int(left))
 
     def forward(self, x: torch.Tensor, cache: torch.Tensor | None = None) -> torch.Tensor:
         assert x.shape[2] == 1 and cache is None, "this VAE was reduced to one frame"

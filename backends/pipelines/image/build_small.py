@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
@@ -67,7 +68,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
     )
     tokenizer.train_from_iterator(corpus, trainer)
     model = json.loads(tokenizer.to_str())["model"]
-    merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
+    merges: Any = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
     result = Qwen2Tokenizer(
         vocab=model["vocab"], merges=merges, additional_special_tokens=["<|im_start|>", "<|im_end|>"]
     )

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from backends.diffusion.upstream import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
+from backends.diffusion.upstream import AutoencoderKLQwenImage, QwenImagePipeline
 from backends.diffusion.vae import reduce_to_one_frame
 from backends.pipelines.image import digits_data as data
 from backends.pipelines.image.build_small import (
@@ -130,7 +130,7 @@ def train_vae(vae: AutoencoderKLQwenImage, digits: torch.Tensor) -> None:
             log.info("vae step %d l1 %.4f cpu %.0f s", step, F.l1_loss(y, x).item(), time.process_time())
 
 
-def finished_vae(work: Path, digits: torch.Tensor) -> AutoencoderKLQwenImage:
+def finished_vae(work: Path, digits: torch.Tensor) -> Any:
     """The trained VAE, with the mean and the spread of its latents in its config."""
     path = work / "vae"
     if not path.exists():
@@ -214,7 +214,7 @@ def pack(latents: torch.Tensor) -> torch.Tensor:
 class Trainer:
     """Flow matching (v = noise - picture) with an average of the weights; its state survives an interruption."""
 
-    def __init__(self, transformer: QwenImageTransformer2DModel, pools: dict[Any, Any], prompts: Prompts) -> None:
+    def __init__(self, transformer: Any, pools: dict[Any, Any], prompts: Prompts) -> None:
         self.model, self.pools, self.prompts = transformer, pools, prompts
         self.optimizer = torch.optim.AdamW(
             transformer.parameters(), lr=2e-3, weight_decay=1e-4, betas=(0.9, 0.98), fused=True
@@ -271,7 +271,8 @@ class Trainer:
         self.optimizer.step()
         keep = min(0.999, (self.step + 1) / (self.step + 20))
         with torch.no_grad():
-            torch._foreach_lerp_(self.average, [p.detach() for p in self.model.parameters()], 1 - keep)
+            for average, parameter in zip(self.average, self.model.parameters(), strict=True):
+                average.lerp_(parameter, 1 - keep)
         self.loss = 0.98 * self.loss + 0.02 * loss.item()
         self.step += 1
 
@@ -281,7 +282,7 @@ class Trainer:
                 parameter.copy_(average)
 
 
-def quiet_start(transformer: QwenImageTransformer2DModel) -> None:
+def quiet_start(transformer: Any) -> None:
     """Begin as almost the identity: small modulation, zero output."""
     with torch.no_grad():
         for block in transformer.transformer_blocks:
@@ -330,7 +331,7 @@ def train(work: Path, out: Path, steps: int) -> None:
 def check(out: Path, count: int) -> None:
     """Draw `count` pictures per size with the stock pipeline and read them back."""
     reader = held_out_reader()
-    pipe = QwenImagePipeline.from_pretrained(out, dtype=torch.float32)
+    pipe: Any = QwenImagePipeline.from_pretrained(out, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     digits, labels = teaching_digits()
     right = [reader.digit(d.numpy() * 16) == int(n) for d, n in zip(digits, labels, strict=True)]

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Same request and seed, same picture bytes: alone or in any company, whatever becomes of the neighbours."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.core.engine import Event, Failed, Run
+from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures, save_tiny_image
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(280)
+
+PROMPTS = (
+    "a red handwritten 7 on a white background",
+    "3",
+    "two",
+    "a blue 5 on a yellow background and a small green cat with a sign that says hello",
+    "a 9",
+    "draw the number four in red on black",
+)
+SIDES = (32, 64, 64, 96, 128)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    return save_tiny_image(tmp_path_factory.mktemp("image") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def one_thread_afterwards():
+    yield
+    torch.set_num_threads(1)
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    rng = random.Random(5)
+    found: list[dict[str, Any]] = []
+    for seed in range(count):
+        options: dict[str, Any] = {
+            "width": rng.choice(SIDES), "height": rng.choice(SIDES), "steps": rng.randint(2, 9),
+            "true_cfg_scale": rng.choice([1.0, 2.5, 4.0]), "seed": seed, "n": rng.choice([1, 1, 1, 2]),
+            "partial_images": rng.choice([0, 0, 2]),
+        }  # fmt: skip
+        negative = rng.choice([None, " ", "orange"])
+        if negative is not None:
+            options["negative_prompt"] = negative
+        found.append({"prompt": rng.choice(PROMPTS), **options})
+    return found
+
+
+def poison(run: Run, rng: random.Random) -> None:
+    """Make the run fail at its next step, by an exception or by numbers."""
+    latents = run.state.latents
+    run.state.latents = torch.full_like(latents, float("nan")) if rng.random() < 0.5 else latents[:, :, :-1]
+
+
+def life(engine: Any, asked: list[dict[str, Any]], rng: random.Random) -> tuple[dict[int, Run], set[int], list[Event]]:
+    """Random arrivals, aborts and failures; returns the runs, the undisturbed ones, and all events."""
+    order = list(range(len(asked)))
+    rng.shuffle(order)
+    runs: dict[int, Run] = {}
+    undisturbed: set[int] = set()
+    events: list[Event] = []
+    while order or engine.busy:
+        while order and rng.random() < 0.5:
+            number = order.pop()
+            runs[number] = image_run(**asked[number])
+            engine.open(runs[number])
+            undisturbed.add(number)
+        events += engine.step()
+        running = [i for i in undisturbed if runs[i].state.is_prepared and runs[i].state.steps_left]
+        if running and rng.random() < 0.08:
+            victim = rng.choice(running)
+            undisturbed.discard(victim)
+            if rng.random() < 0.5:
+                engine.stop(runs[victim])
+            else:
+                poison(runs[victim], rng)
+    return runs, undisturbed, events
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bytes_do_not_depend_on_company(folder, threads: int) -> None:
+    asked = requests(24)
+    alone: list[list[bytes]] = []
+    engine = engine_of(folder, threads=threads)
+    for one in asked:
+        run = image_run(**one)
+        engine.open(run)
+        alone.append([p.tobytes() for p in pictures(finish(engine), run)])
+    compared = 0
+    for trial, budget in enumerate((150, 400, 1000, 100_000)):
+        engine = engine_of(folder, threads=threads, max_batch_tokens=budget)
+        runs, undisturbed, events = life(engine, asked, random.Random(trial))
+        assert len(runs) == len(asked)
+        for number in undisturbed:
+            drawn = [p.tobytes() for p in pictures(events, runs[number])]
+            assert drawn == alone[number], f"trial {trial}, request {number}: {asked[number]}"
+        for number in set(runs) - undisturbed:
+            assert all(isinstance(end, Failed) for end in ends(events, runs[number]))
+        compared += len(undisturbed)
+        assert engine._drawings == engine._decodes == []
+    assert compared > 2 * len(asked)
+
+
+def test_previews_do_not_change_the_picture(folder) -> None:
+    engine = engine_of(folder)
+    found = []
+    for partial in (0, 3):
+        run = image_run("two", width=64, height=96, steps=9, seed=3, n=2, partial_images=partial)
+        engine.open(run)
+        found.append(np.stack(pictures(finish(engine), run)))
+    assert np.array_equal(*found)

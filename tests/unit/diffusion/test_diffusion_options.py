@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every request a diffusion stage refuses before anything is computed, with the field it names."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest, Message, Part, Sampling
+from backends.diffusion.options import Defaults, Limits, OptionsError, read_options, read_wish
+from backends.pipelines.image.pipeline import PIPELINE
+
+STAGE = "denoiser"
+SMALL = Limits(max_pixels=1024 * 1024, max_total_pixels=2 * 1024 * 1024)
+
+
+def request(prompt: str = "a red 7", sampling: Sampling | None = None, **options: Any) -> GenerateRequest:
+    return GenerateRequest(operation="image", input=prompt, stages={STAGE: options}, sampling=sampling or Sampling())
+
+
+def refusal(given: GenerateRequest, limits: Limits = SMALL) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        read_wish(given, STAGE, limits, Defaults())
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "says"),
+    [
+        ({"width": 60, "height": 70}, "width", "nearest are 48 and 64"),
+        ({"width": 64, "height": 70}, "height", "nearest are 64 and 80"),
+        ({"width": 8, "height": 8}, "width", "from 32"),
+        ({"height": 0}, "height", "from 32"),
+        ({"width": -64}, "width", "from 32"),
+        ({"width": 4112}, "width", "to 4096"),
+        ({"width": 2048, "height": 2048}, "width", "1048576 pixels"),
+        ({"width": "64"}, "width", "Expected `int"),
+        ({"width": 64.0}, "width", "Expected `int"),
+        ({"width": True}, "width", "Expected `int"),
+        ({"steps": 0}, "steps", "from 2"),
+        ({"steps": 1}, "steps", "from 2"),
+        ({"steps": -1}, "steps", "from 2"),
+        ({"steps": 300}, "steps", "to 200"),
+        ({"steps": 1.5}, "steps", "Expected `int"),
+        ({"n": 0}, "n", "from 1"),
+        ({"n": -1}, "n", "from 1"),
+        ({"n": 11}, "n", "to 10"),
+        ({"n": 3, "width": 1024, "height": 1024}, "n", "more than 2097152 pixels"),
+        ({"partial_images": 4}, "partial_images", "to 3"),
+        ({"partial_images": -1}, "partial_images", "from 0"),
+        ({"true_cfg_scale": math.nan}, "true_cfg_scale", "nan"),
+        ({"true_cfg_scale": math.inf}, "true_cfg_scale", "inf"),
+        ({"true_cfg_scale": -3}, "true_cfg_scale", "from 0"),
+        ({"true_cfg_scale": 20.5}, "true_cfg_scale", "to 20"),
+        ({"guidance_scale": math.inf}, "guidance_scale", "inf"),
+        ({"seed": -1}, "seed", "from 0"),
+        ({"seed": 2**63}, "seed", "from 0"),
+        ({"seed": "7"}, "seed", "`int"),
+        ({"negative_prompt": 5}, "negative_prompt", "`str"),
+        ({"negative_prompt": "x" * 32_001}, "negative_prompt", "32000"),
+        ({"num_inference_steps": 4}, "num_inference_steps", "unknown field"),
+        ({"step": 4}, "step", "did you mean 'steps'"),
+    ],
+)
+def test_an_option_that_cannot_be_served_is_named(options: dict[str, Any], field: str, says: str) -> None:
+    error = refusal(request(**options))
+    assert error.where == f"stages.{STAGE}.{field}"
+    assert says in error.message
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_a_picture_needs_a_description(prompt: str) -> None:
+    assert refusal(request(prompt)).where == "input"
+
+
+def test_a_description_has_a_length() -> None:
+    assert "32001" in refusal(request("x" * 32_001)).message
+
+
+def test_seed_of_sampling_counts_and_is_checked_where_it_stands() -> None:
+    assert read_wish(request(sampling=Sampling(seed=7)), STAGE, SMALL, Defaults()).seed == 7
+    assert read_wish(request(sampling=Sampling(seed=7), seed=0), STAGE, SMALL, Defaults()).seed == 0
+    assert refusal(request(sampling=Sampling(seed=-7))).where == "sampling.seed"
+
+
+def test_what_is_not_said_comes_from_deploy() -> None:
+    defaults = Defaults(width=64, height=96, steps=12, true_cfg_scale=2.5, negative_prompt=" ")
+    wish = read_wish(request(), STAGE, SMALL, defaults)
+    assert (wish.width, wish.height, wish.steps, wish.true_cfg_scale, wish.n, wish.seed) == (64, 96, 12, 2.5, 1, None)
+    assert wish.has_guidance
+    assert not read_wish(request(true_cfg_scale=1.0), STAGE, SMALL, defaults).has_guidance
+
+
+def test_guidance_without_a_negative_prompt_is_no_guidance() -> None:
+    assert not read_wish(request(true_cfg_scale=4.0), STAGE, SMALL, Defaults()).has_guidance
+    assert read_wish(request(true_cfg_scale=4.0, negative_prompt=""), STAGE, SMALL, Defaults()).has_guidance
+
+
+def test_a_chat_draws_its_last_user_message() -> None:
+    chat = GenerateRequest(
+        messages=(
+            Message("user", "a blue 3"),
+            Message("assistant", "here"),
+            Message("user", (Part("text", "a red "), Part("text", "7"))),
+        ),
+        modalities=("image",),
+    )
+    PIPELINE.check(chat)
+    assert PIPELINE.wanted(chat) == {"image"}
+    assert PIPELINE.needed(chat) == {STAGE}
+    assert read_wish(chat, STAGE, SMALL, Defaults()).prompt == "a red 7"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [(), (Message("assistant", "x"),), (Message("user", (Part("image", length=12, shape=(2, 2, 3)),)),)],
+)
+def test_a_chat_without_text_to_draw_is_refused(messages: tuple[Message, ...]) -> None:
+    with pytest.raises(BadRequest) as caught:
+        PIPELINE.check(GenerateRequest(messages=messages))
+    assert caught.value.where == "messages"
+
+
+def test_the_pipeline_refuses_before_any_stage_works() -> None:
+    PIPELINE.check(request("{0} {x} 七 \U0001f600", width=64, height=64, steps=2))
+    with pytest.raises(BadRequest, match="multiple of 16"):
+        PIPELINE.check(request(width=70))
+    with pytest.raises(BadRequest, match="unknown stage 'denoise'"):
+        PIPELINE.check(GenerateRequest(operation="image", input="x", stages={"denoise": {}}))
+
+
+def test_an_unknown_deploy_key_is_named_with_the_nearest() -> None:
+    with pytest.raises(OptionsError, match=r"'denoiser'.*max_batch_token.*did you mean 'max_batch_tokens'"):
+        read_options({"model": "x", "max_batch_token": 3}, STAGE)
+    with pytest.raises(OptionsError, match="max_steps"):
+        read_options({"model": "x", "limits": {"max_steps": 1}}, STAGE)
