@@ -8,6 +8,7 @@ import http
 import http.client
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -25,7 +26,11 @@ from backends.supervisor.rundir import RunDir
 LOCAL = "127.0.0.1"
 KEY_HEADER = "triton-omni-key"
 RESTRICTED = "model-repository,shared-memory"
-_STDERR_TAIL_LINES = 25
+_TAIL_LINES = 25
+_SEARCHED_LINES = 2000
+_SHOWN_ERRORS = 6
+_ERROR_CHARS = 600
+_ERROR_LINE = re.compile(r"^(E\d{4} (?!.*CudaDriverHelper)|error: |\| \w+ +\| \d+ +\| UNAVAILABLE)")
 
 
 @dataclass(frozen=True)
@@ -211,7 +216,14 @@ class Api:
         return f"{verb} {model}: {answer['error'] if isinstance(answer, dict) and 'error' in answer else status}"
 
 
-def log_tail(log: Path, lines: int = _STDERR_TAIL_LINES) -> str:
+def log_errors(log: Path) -> str:
+    """The server's own error lines, or its last lines if it wrote none."""
+    text = log_tail(log, _SEARCHED_LINES)
+    errors = [line[:_ERROR_CHARS] for line in text.splitlines() if _ERROR_LINE.match(line)]
+    return "\n".join(errors[-_SHOWN_ERRORS:]) or log_tail(log)
+
+
+def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
     """The last lines of a server's log, for an error text."""
     try:
         return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

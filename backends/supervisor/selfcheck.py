@@ -9,7 +9,7 @@ from pathlib import Path
 
 from backends.supervisor import processes, rundir
 from backends.supervisor.home import Home
-from backends.supervisor.launch import Launch, free_ports, log_tail
+from backends.supervisor.launch import Launch, free_ports, log_errors
 from backends.supervisor.locate import find_server
 from backends.supervisor.problem import Problem
 
@@ -73,7 +73,9 @@ def check_server(home: Home) -> str:
                 lambda: launch.api().is_ready(1.0) or child.poll() is not None, _READY_TIMEOUT_S
             )
             if not ready or child.poll() is not None:
-                raise Problem(f"the server does not start:\n{log_tail(log)}", f"read {log}; make setup after the cure")
+                raise Problem(
+                    f"the server does not start:\n{log_errors(log)}", f"read {log}; make setup after the cure"
+                )
             seconds = time.monotonic() - start
             tensor = {"name": "IN", "shape": [2], "datatype": "FP32", "data": [1.5, 2.5]}
             status, answer = launch.api().call("POST", f"/v2/models/{MODEL_NAME}/infer", {"inputs": [tensor]})

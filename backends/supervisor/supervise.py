@@ -18,7 +18,7 @@ from backends.connectors.base import PeerLost
 from backends.control import probe
 from backends.control.records import InstanceRecord, read_records, remove_record
 from backends.supervisor import processes, rundir
-from backends.supervisor.launch import Launch, log_tail
+from backends.supervisor.launch import Launch, log_errors
 from backends.supervisor.problem import Problem
 from backends.supervisor.stamps import Say
 from backends.supervisor.watch import Action, GiveUp, Observation, Reload, RestartServer, Seen, Watch
@@ -215,7 +215,7 @@ class Supervisor:
 
     def _no_start(self, what: str) -> Problem:
         log = self.plan.server_log
-        return Problem(f"{what}; its last words:\n{log_tail(log)}", f"the whole log is {log}")
+        return Problem(f"{what}; it says:\n{log_errors(log)}", f"the whole log is {log}")
 
     def _show_models(self, shown: dict[str, str], start: float) -> None:
         for model, (state, reason) in sorted(self.plan.launch.api().models(PROBE_TIMEOUT_S).items()):

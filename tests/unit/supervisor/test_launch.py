@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.supervisor.launch import LOCAL, Api, Launch, Ports, check_ports, free_ports
+from backends.supervisor.launch import LOCAL, Api, Launch, Ports, check_ports, free_ports, log_errors
 from backends.supervisor.locate import Server
 from backends.supervisor.problem import Problem
 from backends.supervisor.rundir import RunDir
@@ -134,3 +134,21 @@ def test_api_without_a_server() -> None:
     api = Api(LOCAL, free_ports().http)
     assert not api.is_live() and api.models() == {}
     assert "unload m: " in api.unload("m", 1.0)
+
+
+LOG = """I1129 15:41:09.0 1 server.cc:305] "Waiting for in-flight requests to complete."
+E1129 15:41:45.4 1 server.cc:241] "CudaDriverHelper has not been initialized."
+E1129 15:41:45.5 1 model_lifecycle.cc:642] "failed to load 'm' version 1: weights are missing"
+| m     | 1       | UNAVAILABLE: weights are missing |
+| good  | 1       | READY |
+error: creating server: Internal - failed to load all models
+"""
+
+
+def test_a_servers_errors_are_picked_out_of_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert log_errors(log) == ""
+    log.write_text(LOG)
+    assert [line[:10] for line in log_errors(log).splitlines()] == ["E1129 15:4", "| m     | ", "error: cre"]
+    log.write_text("I all is well\n")
+    assert log_errors(log) == "I all is well"
