@@ -26,6 +26,7 @@ from backends.triton.tensors import tensor_output
 log = logging.getLogger("triton_omni.bls")
 
 KEPT_ITERATORS = 256  # drained ones are kept a while: destroying one races with Triton's own clean-up on 24.10
+GRAVEYARD_S = 3.0
 
 
 class BlsOpener:
@@ -35,7 +36,8 @@ class BlsOpener:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._drained: deque[Any] = deque(maxlen=KEPT_ITERATORS)
         self.graveyard: list[Any] = []
-        threading.Thread(target=self._run, name="bls", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="bls", daemon=True)
+        self._thread.start()
 
     def open(self, call: OpenCall, opened: Callable[[Any], None], failed: Callable[[OmniError], None]) -> None:
         def job() -> None:
@@ -56,15 +58,30 @@ class BlsOpener:
     def bury(self, handle: Any) -> None:
         self.graveyard.append(handle)
 
-    def stop(self) -> None:
-        """End the thread when its jobs are done."""
+    def stop(self) -> bool:
+        """End the thread, then drain what was buried: a stage that lost only its worker has sent its FINAL since.
+
+        False if an iterator does not end (its stub is dead); the process must then not run its destructor.
+        """
         self._jobs.put(None)
+        last = threading.Thread(target=self._drain_graveyard, name="bls-graveyard", daemon=True)
+        last.start()
+        last.join(GRAVEYARD_S)
+        if self.graveyard:
+            log.error("%d streams of dead stages never ended", len(self.graveyard))
+        return not self.graveyard
 
     def _drain(self, iterator: Any) -> None:
         """Take what is there of a stream whose FINAL has been sent: returns without waiting."""
         for _ in iterator:
             pass
         self._drained.append(iterator)
+
+    def _drain_graveyard(self) -> None:
+        self._thread.join()
+        while self.graveyard:
+            self._drain(self.graveyard[-1])
+            self.graveyard.pop()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

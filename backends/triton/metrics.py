@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our numbers on Triton's metrics page. Families are made in `initialize`; the server merges equal names."""
+"""Our numbers on Triton's metrics page. Families are made in `initialize`; the server merges equal names.
+
+Measured on 24.10: a metric call holds the GIL while it waits for the server, and the server stops answering as
+soon as it unloads a model: a call at that moment freezes the stub for ever. Triton unloads only models without
+open requests, so numbers are published just before a request's FINAL and at no other time.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -38,12 +44,13 @@ class _Family:
 
 
 class OrchestratorMetrics:
-    """An orchestrator's counters, published once a second."""
+    """An orchestrator's counters."""
 
     def __init__(self, pipeline: str, orchestrator: Orchestrator) -> None:
         self._pipeline = pipeline
         self._source = orchestrator
         self._next_s = 0.0
+        self._lock = threading.Lock()
         self._requests = _Family("omni_requests_total", "Requests by outcome", True)
         self._running = _Family("omni_requests_running", "Requests in work", False)
         self._waiting = _Family("omni_requests_waiting", "Requests waiting for admission", False)
@@ -61,14 +68,19 @@ class OrchestratorMetrics:
         }
 
     def publish(self) -> None:
-        """Bring the page up to date, at most once a second."""
+        """Bring the page up to date: at most once a second, and always for the last request in work."""
         now = time.monotonic()
-        if now < self._next_s:
-            return
-        self._next_s = now + PUBLISH_S
+        working = [live for live in list(self._source.lives.values()) if live.machine.outcome is None]
+        with self._lock:
+            if now < self._next_s and working:
+                return
+            self._next_s = now + PUBLISH_S
+            self._publish(sum(live.admitted_s is not None for live in working), len(working))
+
+    def _publish(self, running: int, working: int) -> None:
         metrics, own = self._source.metrics, {"pipeline": self._pipeline}
-        self._running.set(len(self._source.admission.live), **own)
-        self._waiting.set(self._source.admission.queued, **own)
+        self._running.set(running, **own)
+        self._waiting.set(working - running, **own)
         for family, label, values in (
             (self._requests, "outcome", metrics.requests),
             (self._pieces, "output", metrics.pieces),
@@ -76,11 +88,11 @@ class OrchestratorMetrics:
             (self._opened, "stage", metrics.opened),
             (self._lost, "stage", metrics.lost),
         ):
-            for key, value in values.items():
+            for key, value in list(values.items()):
                 family.set(value, **own, **{label: key})
         self._histograms["queue"].set(metrics.queue_s, **own)
         self._histograms["request"].set(metrics.total_s, **own)
-        for output, histogram in metrics.first_output_s.items():
+        for output, histogram in list(metrics.first_output_s.items()):
             self._histograms["first_output"].set(histogram, **own, output=output)
 
 
@@ -101,7 +113,7 @@ class _HistogramFamily:
 
 
 class StageMetrics:
-    """A worker's numbers, as its Ping brings them. A restarted worker counts from zero; the page does not."""
+    """A worker's numbers, as its latest Ping brought them. A restarted worker counts from zero; the page does not."""
 
     NAMES = {
         "runs": "Runs taken",
@@ -121,13 +133,27 @@ class StageMetrics:
         self._restarts = _Family("omni_stage_worker_restarts_total", "Worker restarts", True)
         self._base = dict.fromkeys(self.NAMES, 0.0)
         self._last = dict.fromkeys(self.NAMES, 0.0)
+        self._now = (0, 0)
+        self._next_s = 0.0
+        self._lock = threading.Lock()
 
-    def publish(self, numbers: dict[str, float], live: int, restarts: int) -> None:
-        self._live.set(live, **self._labels)
-        self._restarts.set(restarts, **self._labels)
-        for key, family in self._families.items():
+    def note(self, numbers: dict[str, float], live: int, restarts: int) -> None:
+        """Keep what a Ping brought."""
+        for key in self.NAMES:
             value = numbers.get(key, 0.0)
             if value < self._last[key]:
                 self._base[key] += self._last[key]
             self._last[key] = value
-            family.set(self._base[key] + value, **self._labels)
+        self._now = (live, restarts)
+
+    def publish(self) -> None:
+        """Bring the page up to date: at most once a second, and always when no run is left."""
+        now, (live, restarts) = time.monotonic(), self._now
+        with self._lock:
+            if now < self._next_s and live:
+                return
+            self._next_s = now + PUBLISH_S
+            self._live.set(live, **self._labels)
+            self._restarts.set(restarts, **self._labels)
+            for key, family in self._families.items():
+                family.set(self._base[key] + self._last[key], **self._labels)

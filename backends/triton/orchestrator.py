@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -52,11 +53,11 @@ class TritonPythonModel:
         self._instance = int(args["model_instance_name"].rpartition("_")[2])
         self._model = name
         self._hub = Hub(f"{self._pipeline.name}/", self._run_dir / f"{name}_{self._instance}.{os.getpid()}.sock")
-        self._senders = Senders()
-        self._watch = CancelWatch()
+        self.senders = Senders()
+        self.watch = CancelWatch()
         self._opener = BlsOpener()
-        self._orchestrator = Orchestrator(self._pipeline, self._deploy, self._hub, self._opener, self._stage_states)
-        self._metrics = OrchestratorMetrics(self._pipeline.name, self._orchestrator)
+        self.orchestrator = Orchestrator(self._pipeline, self._deploy, self._hub, self._opener, self._stage_states)
+        self.metrics = OrchestratorMetrics(self._pipeline.name, self.orchestrator)
         self._closing = False
         self._loop = threading.Thread(target=self._run, name="orchestrator", daemon=True)
         self._loop.start()
@@ -64,9 +65,9 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            front = _Front(request, self._senders, self._watch, self._orchestrator.client_gone)
+            front = _Front(request, self)
             try:
-                self._orchestrator.submit(self._arrival(request, front))
+                self.orchestrator.submit(self._arrival(request, front))
             except OmniError as error:
                 front.fail(error)
             except Exception as error:  # the Triton border: a request must be answered whatever it contained
@@ -77,21 +78,21 @@ class TritonPythonModel:
         self._closing = True
         self._hub.wake()
         self._loop.join(5.0)
-        self._opener.stop()
-        self._senders.close()
-        self._watch.close()
+        drained = self._opener.stop()
+        self.senders.close()
+        self.watch.close()
         remove_record(self._run_dir, self._model, self._instance)
         self._hub.close()
-        if self._opener.graveyard:
-            # Destroying a dead stage's iterator waits for ever, so this process must not run destructors. Triton
-            # has its own end of us cleaned up when the process is gone.
-            threading.Timer(1.0, os._exit, (0,)).start()
+        if not drained:
+            # The destructor of a dead stage's iterator waits for ever, holding up the unload of everything. The
+            # kernel's alarm ends this process even then; Triton cleans up after it.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
 
     def _run(self) -> None:
         while not self._closing:
             try:
-                self._orchestrator.turn()
-                self._metrics.publish()
+                self.orchestrator.turn()
             except Exception:  # the loop border: one request's trouble must not end the loop for others
                 log.exception("a turn of the loop failed")
 
@@ -168,15 +169,15 @@ def read_request(request: Any, max_bytes: int, optional: bool = False) -> Genera
 class _Front:
     """One client's call: its responses leave through one sender thread, in order."""
 
-    def __init__(self, request: Any, senders: Senders, watch: CancelWatch, gone: Callable[[bytes], None]) -> None:
+    def __init__(self, request: Any, model: TritonPythonModel) -> None:
         self.request_id = request.request_id() or new_request_id()
         self._sender = request.get_response_sender()
-        self._lane = senders.lane()
-        self._watch = watch
-        self._gone = gone
+        self._lane = model.senders.lane()
+        self._model = model
 
     def bind(self, run: bytes) -> None:
-        self._watch.watch(self._sender, lambda: self._gone(run))
+        gone = self._model.orchestrator.client_gone
+        self._model.watch.watch(self._sender, lambda: gone(run))
 
     def send(self, piece: Piece, sent: Callable[[], None] | None) -> None:
         def job() -> None:
@@ -196,7 +197,8 @@ class _Front:
 
     def _last(self, response: Callable[[], Any]) -> None:
         def job() -> None:
-            self._watch.forget(self._sender)  # must come before FINAL, see CancelWatch
+            self._model.watch.forget(self._sender)  # must come before FINAL, see CancelWatch
+            self._model.metrics.publish()
             self._sender.send(response(), flags=FINAL)
 
         self._lane(job)

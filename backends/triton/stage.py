@@ -249,8 +249,8 @@ class TritonPythonModel:
     def _on_worker(self, worker: Peer, item: object) -> None:
         self._heard_s = time.monotonic()
         match item:
-            case msg.Ping(state=state, text=text, numbers=numbers):
-                self._on_ping(state, text, numbers)
+            case msg.Ping():
+                self._on_ping(item)
             case msg.Accepted(run=run):
                 call = self._calls[run]
                 call.acknowledged = True
@@ -265,15 +265,15 @@ class TritonPythonModel:
             case _:
                 log.warning("unexpected message %s from the worker", type(item).__name__)
 
-    def _on_ping(self, state: str, text: str, numbers: dict[str, float]) -> None:
-        if state == "failed":
-            self._refusal = text
+    def _on_ping(self, ping: msg.Ping) -> None:
+        if ping.state == "failed":
+            self._refusal = ping.text
             self._ready.set()
-        elif state == "ready" and self._keeper.state != "ready":
+        elif ping.state == "ready" and self._keeper.state != "ready":
             self._keeper.state = "ready"
             self._write_record()
             self._ready.set()
-        self._metrics.publish(numbers, len(self._calls), self._keeper.restarts)
+        self._metrics.note(ping.numbers, ping.live, self._keeper.restarts)
 
     # --- answers ---------------------------------------------------------------------------------------------------
     def _respond(self, call: Call, chunk: Chunk) -> None:
@@ -305,6 +305,7 @@ class TritonPythonModel:
         def job() -> None:
             self._watch.forget(call.sender)  # must come before FINAL, see CancelWatch
             try:
+                self._metrics.publish()
                 if isinstance(end, msg.Failed) and end.reply_lost:
                     return  # a send to a dead orchestrator would wait for ever
                 if call.direct:

@@ -283,6 +283,8 @@ class Worker:
             record.run.blocked = not clear
             if clear and record.ended is not None and not record.told:
                 record.told = True
+                if not self._live:
+                    record.stub.send(self._ping())  # the stub publishes numbers with the last end it hears of
                 record.stub.send(record.ended)
 
     # --- ends ----------------------------------------------------------------------------------------------------
@@ -321,8 +323,11 @@ class Worker:
                 self._fail(record, DeadlineExceeded(f"no chunk for {silent:.1f} s", edge))
 
     def _ping(self) -> Ping:
-        live = sum(1 for r in self.records.values() if r.ended is None)
-        return Ping(f"{self.pipeline.name}/{self.stage.name}", "ready", live, "", dict(self.numbers))
+        return Ping(f"{self.pipeline.name}/{self.stage.name}", "ready", self._live, "", dict(self.numbers))
+
+    @property
+    def _live(self) -> int:
+        return sum(1 for r in self.records.values() if r.ended is None)
 
 
 def _feeds(sink: str) -> bool:
