@@ -7,26 +7,22 @@ steps. This module knows no model: what a request's prompt looks like comes from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm import SamplingParams
-from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from backends.ar.load import load_llm
 from backends.ar.options import read_options
-from backends.ar.sampling import refusal, sampling_arguments, stage_sampling
+from backends.ar.params import REFUSALS, Defaults, refusal_of, vllm_params
+from backends.ar.sampling import stage_sampling
 from backends.core.engine import Event, Failed, Finished, Output, Run, Send
 from backends.core.errors import BadRequest, OmniError, StageFailed
 from backends.core.generate import Sampling
 from backends.core.pipeline import EngineContext
-
-REFUSALS = (VLLMClientError, ValueError)
-"""How vLLM says that a request cannot be served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +69,34 @@ class Live:
         }
 
 
+Feed = Callable[[Live, RequestOutput], Iterable[Send]]
+"""Makes the chunks for the consumer stages from what one step made of a run."""
+
+
+def text_feed(live: Live, output: RequestOutput) -> Iterable[Send]:
+    """The new text, if there is any."""
+    text = output.outputs[0].text
+    return (Send(live.run, meta={"text": text}),) if text else ()
+
+
 class ArEngine:
     """core.engine.Engine on one vLLM LLMEngine in this process."""
 
-    def __init__(self, context: EngineContext, prompts: Callable[[Any], PromptBuilder]) -> None:
-        """`prompts` makes the prompt builder from the checkpoint's tokenizer."""
+    def __init__(
+        self,
+        context: EngineContext,
+        prompts: Callable[[Any], PromptBuilder],
+        feed: Feed | None = None,
+        needed: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`prompts` makes the prompt builder from the checkpoint's tokenizer; `feed` makes the chunks for consumers,
+        text if it is not given; `needed` are EngineArgs that the model cannot do without."""
         self.stage = context.stage
         self.options = read_options(context.options, context.stage)
-        self.llm = load_llm(self.options, context)
-        model = self.llm.model_config
-        self.max_model_len: int = model.max_model_len
-        self.vocab: int = model.get_vocab_size()
-        self._model_sampling = model.get_diff_sampling_param()
+        self.llm = load_llm(self.options, context, needed)
+        self.max_model_len: int = self.llm.model_config.max_model_len
+        self._defaults = Defaults.of(self.llm, self.options)
+        self._feed = feed or text_feed
         self._prompts = prompts(self.llm.renderer.get_tokenizer())
         self._live: dict[str, Live] = {}
 
@@ -147,31 +159,22 @@ class ArEngine:
                 "tokens of messages and answer together",
                 "messages",
             )
-        params = self._params(live.sampling, room)
+        params = self._params(live.sampling, room, live.key)
         inputs = TokensPrompt(prompt_token_ids=prompt.token_ids)
         if prompt.media:
             inputs["multi_modal_data"] = prompt.media
+            # hidden rows of media positions come from computing them, never out of the cache
+            params.skip_reading_prefix_cache = live.run.feeds
         honours = self.options.scheduling_policy == "priority"
         try:
             # vLLM serves low numbers first, our requests say high for urgent
             self.llm.add_request(live.key, inputs, params, priority=-live.run.request.priority if honours else 0)
         except REFUSALS as error:
-            raise _refusal(error, live.sampling) from None
+            raise refusal_of(error, live.sampling) from None
         self._live[live.key] = live
 
-    def _params(self, sampling: Sampling, room: int) -> SamplingParams:
-        arguments = sampling_arguments(
-            sampling, self.options.sampling, self._model_sampling, vocab=self.vocab, room=room
-        )
-        schema = sampling.json_schema
-        try:
-            return SamplingParams(
-                **arguments,
-                structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
-                output_kind=RequestOutputKind.DELTA,
-            )
-        except REFUSALS as error:
-            raise _refusal(error, sampling) from None
+    def _params(self, sampling: Sampling, room: int, key: str = "") -> SamplingParams:
+        return vllm_params(sampling, self._defaults, room=room, key=key)
 
     # --- what came out --------------------------------------------------------------------------------------------
     def _events(self, live: Live, output: RequestOutput) -> list[Event]:
@@ -185,8 +188,8 @@ class ArEngine:
         events: list[Event] = []
         if made.text or (output.finished and live.held_ids):
             events.append(self._output(live, made.text))
-        if made.text and live.run.feeds:
-            events.append(Send(live.run, meta={"text": made.text}))
+        if live.run.feeds:
+            events += self._feed(live, output)
         if output.finished:
             del self._live[live.key]
             events.append(self._end(live, made.finish_reason or ""))
@@ -207,10 +210,6 @@ class ArEngine:
         else:
             error = StageFailed(f"vLLM ended the run: {reason or 'no reason given'}", self.stage)
         return Failed(live.run, error)
-
-
-def _refusal(error: Exception, sampling: Sampling) -> BadRequest:
-    return refusal(str(error), error.parameter if isinstance(error, VLLMValidationError) else None, sampling)
 
 
 def _logprobs(made: CompletionOutput) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -18,15 +19,21 @@ OURS = frozenset({"model", "threads", "sampling", "vllm", "enforce_eager", "hf_o
 """Options that are not handed to vLLM under their own name."""
 
 
-def load_llm(options: ArOptions, context: EngineContext) -> LLMEngine:
-    """Load weights and allocate the KV cache; whatever stops it is raised in vLLM's words or ours."""
+def load_llm(options: ArOptions, context: EngineContext, needed: Mapping[str, Any] | None = None) -> LLMEngine:
+    """Load weights and allocate the KV cache; whatever stops it is raised in vLLM's words or ours.
+
+    `needed` are EngineArgs that the pipeline cannot do without; they beat the deploy file.
+    """
     assert not envs.VLLM_ENABLE_V1_MULTIPROCESSING, "start the worker with the variables of backends.ar.environment"
     if current_platform.device_type != context.device:
         raise OptionsError(
             f"stage '{context.stage}' is to run on {context.device}, but the installed vLLM is built for "
             f"{current_platform.device_type}"
         )
-    return LLMEngine.from_engine_args(EngineArgs(**engine_arguments(options, context)))
+    if needed and "worker_cls" in needed and options.tensor_parallel_size > 1:
+        raise OptionsError(f"stage '{context.stage}': tensor_parallel_size must be 1, its rows live in one process")
+    arguments = engine_arguments(options, context) | dict(needed or {})
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 
 def engine_arguments(options: ArOptions, context: EngineContext) -> dict[str, Any]:

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's SamplingParams from ours, and vLLM's refusals as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from backends.ar.options import ArOptions, SamplingDefaults
+from backends.ar.sampling import refusal, sampling_arguments
+from backends.core.errors import BadRequest
+from backends.core.generate import Sampling
+
+RUN_KEY = "omni_run"
+"""Name of a run's key in SamplingParams.extra_args: vLLM adds a random suffix to request ids, this survives."""
+REFUSALS = (VLLMClientError, ValueError)
+"""How vLLM says that a request cannot be served."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a request that says nothing gets, and the size of the vocabulary; read once per engine."""
+
+    deploy: SamplingDefaults
+    model: Mapping[str, Any]
+    vocab: int
+
+    @classmethod
+    def of(cls, llm: LLMEngine, options: ArOptions) -> Defaults:
+        model = llm.model_config
+        return cls(options.sampling, model.get_diff_sampling_param(), model.get_vocab_size())
+
+
+def vllm_params(
+    sampling: Sampling, defaults: Defaults, *, room: int, key: str, end_token: int | None = None
+) -> SamplingParams:
+    """Parameters of run `key`, of which `room` tokens fit after the prompt; raises BadRequest naming the field.
+
+    `end_token` ends a run whose tokens are not text.
+    """
+    arguments = sampling_arguments(sampling, defaults.deploy, defaults.model, vocab=defaults.vocab, room=room)
+    schema = sampling.json_schema
+    try:
+        return SamplingParams(
+            **arguments,
+            structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+            output_kind=RequestOutputKind.DELTA,
+            stop_token_ids=None if end_token is None else [end_token],
+            detokenize=end_token is None,
+            extra_args={RUN_KEY: key},
+        )
+    except REFUSALS as error:
+        raise refusal_of(error, sampling) from None
+
+
+def refusal_of(error: Exception, sampling: Sampling) -> BadRequest:
+    """A BadRequest for one of REFUSALS."""
+    return refusal(str(error), error.parameter if isinstance(error, VLLMValidationError) else None, sampling)
