@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from backends.connectors.base import Credits, PeerLost
+from backends.connectors.base import MESSAGE_BYTES, Credits, PeerLost
 from backends.core.chunk import Chunk, Tensor
 
 
@@ -21,6 +21,8 @@ class InlineConnector:
 
     def send(self, message: bytes) -> None:
         self._check()
+        if len(message) > MESSAGE_BYTES:
+            raise ValueError(f"a message may have {MESSAGE_BYTES} bytes, not {len(message)}")
         self.peer._arrived.append(bytes(message))
 
     def put(self, chunk: Chunk) -> bool:
@@ -28,7 +30,7 @@ class InlineConnector:
         if not self.credits.free(chunk.run, chunk.edge):
             return False
         self.credits.take(chunk.run, chunk.edge)
-        copied = tuple(Tensor(t.spec, memoryview(bytes(memoryview(t.data).cast("B")))) for t in chunk.tensors)
+        copied = tuple(Tensor(t.spec, memoryview(bytes(memoryview(t.data)))) for t in chunk.tensors)
         self.peer._arrived.append(replace(chunk, tensors=copied, meta=dict(chunk.meta), slot=self))
         return True
 

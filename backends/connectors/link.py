@@ -6,6 +6,7 @@ Used by one thread. Packets that the kernel cannot take now wait in a backlog, w
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections import deque
@@ -54,30 +55,38 @@ class Link:
             if not self._try_send((packet,), fds):
                 return
             self._backlog.popleft()
-            _close_all(fds)
+            close_all(fds)
 
     def receive(self) -> list[tuple[bytes, list[int]]]:
         """Packets that have arrived, each with its descriptors. At EOF marks the link lost and returns the rest."""
         packets: list[tuple[bytes, list[int]]] = []
         while not self.lost and len(packets) < PACKETS_PER_TURN:
             try:
-                packet, fds, _, _ = socket.recv_fds(self.socket, PACKET_BYTES, 2)
+                packet, fds, flags, _ = socket.recv_fds(self.socket, PACKET_BYTES, 2)
             except BlockingIOError:
                 break
+            except ConnectionResetError:
+                continue  # the peer left packets of ours unread; the kernel says so once, before what it had sent
             except OSError:
-                packet, fds = b"", []
-            if not packet:
+                packet, fds, flags = b"", [], 0
+            if not packet or flags & socket.MSG_TRUNC:
+                close_all(fds)
                 self.lost = True
                 break
             packets.append((packet, fds))
         return packets
+
+    def abandon(self) -> None:
+        """Stop talking to a peer that cannot be understood; both ends see EOF."""
+        self.lost = True
+        self._shut_down()
 
     def close(self) -> None:
         """Close the socket; the peer sees EOF."""
         self.lost = True
         self.socket.close()
         while self._backlog:
-            _close_all(self._backlog.popleft()[1])
+            close_all(self._backlog.popleft()[1])
 
     def _try_send(self, parts: Sequence[Buffer], fds: Sequence[int]) -> bool:
         try:
@@ -89,10 +98,16 @@ class Link:
             return False
         except OSError as error:
             self._broken = True
+            self._shut_down()  # whatever the reason was, EOF follows and is reported like any other loss
             raise PeerLost(f"the peer is gone ({error.strerror})") from None
         return True
 
+    def _shut_down(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
 
-def _close_all(fds: Sequence[int]) -> None:
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close received or duplicated descriptors."""
     for fd in fds:
         os.close(fd)

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import msgspec
 
 from backends.connectors.base import INLINE_BYTES, MESSAGE_BYTES, Credits, PeerLost
-from backends.connectors.link import Link
+from backends.connectors.link import Link, close_all
 from backends.connectors.slab import Extents
 from backends.core.chunk import Chunk, Tensor, TensorSpec
 
@@ -53,6 +53,9 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     nbytes: int
     device_offset: int = -1
 
+
+MALFORMED = (msgspec.MsgspecError, struct.error, LookupError, ValueError, ArithmeticError, RecursionError, OSError)
+"""What reading a packet that no connector of ours has sent may raise."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Header).decode
@@ -117,6 +120,8 @@ class ShmConnector:
     def __init__(self, link: Link, device_store: DeviceStore | None = None, credits: Credits | None = None) -> None:
         self.link = link
         self.credits = credits or Credits()
+        self.device_shared = False
+        """Set by the hub when both ends' Hello name the same GPU: then GPU tensors stay on it."""
         self._device = device_store
         self._slab: _Memfd | None = None
         self._extents = Extents(SLAB_BYTES)
@@ -146,9 +151,11 @@ class ShmConnector:
             self.link.send((MESSAGE, message))
             return
         memfd = _Memfd(len(message))
-        memfd.view[:] = message
-        self.link.send((LONG_MESSAGE, _U32.pack(len(message))), (memfd.fd,))
-        memfd.close()
+        try:
+            memfd.view[:] = message
+            self.link.send((LONG_MESSAGE, _U32.pack(len(message))), (memfd.fd,))
+        finally:
+            memfd.close()
 
     def put(self, chunk: Chunk) -> bool:
         if self.link.lost:
@@ -167,22 +174,30 @@ class ShmConnector:
             self._next_slot, chunk.run, chunk.edge, chunk.index, chunk.last, chunk.meta, listed,
             place, max(offset, 0), nbytes, device_offset,
         )  # fmt: skip
-        self._write_device(device_offset, device_layout)
-        self._transmit(header, layout, memfd)
-        self._sent[self._next_slot] = _Sent(chunk.run, chunk.edge, offset, device_offset)
+        sent = _Sent(chunk.run, chunk.edge, offset, device_offset)
+        try:
+            self._write_device(device_offset, device_layout)
+            self._transmit(header, layout, memfd)
+        except BaseException:  # a chunk that cannot be sent (not encodable, too long a header) holds nothing
+            self._free(sent)
+            raise
+        finally:
+            if memfd is not None:
+                memfd.close()
+        self._sent[self._next_slot] = sent
         self._next_slot = (self._next_slot + 1) & 0xFFFFFFFF
         self.credits.take(chunk.run, chunk.edge)
         return True
 
     def _split(self, chunk: Chunk) -> tuple[list[Tensor], list[Tensor], int]:
-        """(GPU tensors, host tensors, device offset). Without room on the device all go over the host."""
+        """(GPU tensors, host tensors, device offset). Without a common GPU, or room on it, all go over the host."""
         on_device = [t for t in chunk.tensors if t.device != "cpu"]
         on_host = [t for t in chunk.tensors if t.device == "cpu"]
         if not on_device:
             return [], on_host, -1
         if self._device is None:
             raise TypeError(f"edge {chunk.edge}: a GPU tensor needs a connector with a device store")
-        offset = self._device.alloc(_lay_out(on_device)[1])
+        offset = self._device.alloc(_lay_out(on_device)[1]) if self.device_shared else None
         if offset is None:
             return [], [t if t.device == "cpu" else self._device.to_host(t) for t in chunk.tensors], -1
         return on_device, on_host, offset
@@ -221,7 +236,6 @@ class ShmConnector:
         elif memfd is not None:
             _write(memfd.view, layout)
             self.link.send((front,), (memfd.fd,))
-            memfd.close()
         else:
             if header.place == IN_SLAB:
                 assert self._slab is not None
@@ -231,8 +245,7 @@ class ShmConnector:
     # --- receiving ---------------------------------------------------------------------------------------------
     def get(self) -> Chunk | bytes | None:
         if not self._arrived:
-            for packet, fds in self.link.receive():
-                self._on_packet(packet, fds)
+            self._receive()
         if self._arrived:
             return self._arrived.popleft()
         if self.link.lost:
@@ -266,6 +279,19 @@ class ShmConnector:
         if self._device is not None:
             self._device.close()
 
+    def _receive(self) -> None:
+        """Take what the kernel has. After a malformed packet nothing more is read: the peer is as good as gone."""
+        sound = True
+        for packet, fds in self.link.receive():
+            try:
+                if sound:
+                    self._on_packet(packet, fds)
+            except MALFORMED:
+                sound = False
+                self.link.abandon()
+            finally:
+                close_all(fds)
+
     def _on_packet(self, packet: bytes, fds: list[int]) -> None:
         kind, body = packet[:1], memoryview(packet)[1:]
         if kind == CHUNK:
@@ -275,22 +301,27 @@ class ShmConnector:
         elif kind == MESSAGE:
             self._arrived.append(bytes(body))
         elif kind == LONG_MESSAGE:
-            with mmap.mmap(fds[0], _U32.unpack(body)[0], prot=mmap.PROT_READ) as mapping:
+            length = _U32.unpack(body)[0]
+            if length > MESSAGE_BYTES:
+                raise ValueError(f"a message of {length} bytes")
+            with mmap.mmap(fds[0], length, prot=mmap.PROT_READ) as mapping:
                 self._arrived.append(mapping[:])
-            os.close(fds[0])
         elif kind == SLAB:
             self._peer_slab = mmap.mmap(fds[0], SLAB_BYTES, prot=mmap.PROT_READ)
-            os.close(fds[0])
         elif kind == DEVICE and self._device is not None:
             self._device.attach(bytes(body))
         else:
-            raise PeerLost(f"packet of unknown kind {kind!r}")
+            raise ValueError(f"packet of unknown kind {kind!r}")
 
     def _acknowledged(self, slot: int) -> None:
         sent = self._sent.pop(slot, None)
         if sent is None:
             return
         self.credits.give(sent.run, sent.edge)
+        self._free(sent)
+
+    def _free(self, sent: _Sent) -> None:
+        """Give the room of a chunk back."""
         if sent.slab_offset >= 0:
             self._extents.free(sent.slab_offset)
         self._free_device(sent.device_offset)
@@ -305,11 +336,11 @@ class ShmConnector:
         mapping: mmap.mmap | None = None
         payload = body[4 + length :]
         if header.place == IN_SLAB:
-            assert self._peer_slab is not None
-            payload = memoryview(self._peer_slab)[header.offset : header.offset + header.nbytes]
+            if self._peer_slab is None:
+                raise ValueError("a slab payload before the slab")
+            payload = _part(memoryview(self._peer_slab), header.offset, header.nbytes)
         elif header.place == ONE_SHOT:
             mapping = mmap.mmap(fds[0], header.nbytes, prot=mmap.PROT_READ)
-            os.close(fds[0])
             payload = memoryview(mapping)
         tensors = tuple(self._tensor(header, spec, device, at, payload) for spec, device, at in header.tensors)
         return Chunk(
@@ -318,8 +349,9 @@ class ShmConnector:
 
     def _tensor(self, header: Header, spec: TensorSpec, device: str, at: int, payload: memoryview) -> Tensor:
         if device == "cpu":
-            return Tensor(spec, payload[at : at + spec.nbytes])
-        assert self._device is not None
+            return Tensor(spec, _part(payload, at, spec.nbytes))
+        if self._device is None:
+            raise ValueError("a GPU tensor for an end without a device store")
         return self._device.read(header.device_offset + at, spec)
 
 
@@ -332,6 +364,13 @@ def _lay_out(tensors: list[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
         placed.append((tensor, start))
         end = start + tensor.spec.nbytes
     return placed, end
+
+
+def _part(payload: memoryview, offset: int, nbytes: int) -> memoryview:
+    """`nbytes` of a payload; ValueError if they are not all inside it."""
+    if not 0 <= offset <= offset + nbytes <= len(payload):
+        raise ValueError(f"bytes {offset} to {offset + nbytes} of a payload of {len(payload)}")
+    return payload[offset : offset + nbytes]
 
 
 def _write(target: memoryview, layout: list[tuple[Tensor, int]]) -> None:

@@ -81,8 +81,15 @@ class Hub:
     One thread owns it and calls `poll`; `post` and `wake` are the only calls allowed from other threads.
     """
 
-    def __init__(self, name: str, address: Path | None = None, stores: StoreFactory = lambda: None) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: Path | None = None,
+        stores: StoreFactory = lambda: None,
+        gpu_uuid: str = "",
+    ) -> None:
         self.name = name
+        self.gpu_uuid = gpu_uuid
         self.address = str(address) if address else ""
         self._stores = stores
         self._selector = selectors.EpollSelector()
@@ -129,7 +136,7 @@ class Hub:
         """Take a connected socket as a link."""
         peer = Peer(self, ShmConnector(Link(sock), self._stores()), address)
         self._selector.register(sock, selectors.EVENT_READ, peer)
-        peer.send(Hello(PROTOCOL_VERSION, self.name))
+        peer.send(Hello(PROTOCOL_VERSION, self.name, self.gpu_uuid))
         return peer
 
     def poll(self, timeout_s: float | None) -> list[tuple[Peer | None, Any]]:
@@ -204,6 +211,7 @@ class Hub:
             if message.version != PROTOCOL_VERSION:
                 raise PeerLost(f"peer speaks version {message.version}")
             peer.name = message.name
+            peer.connector.device_shared = bool(self.gpu_uuid) and message.gpu_uuid == self.gpu_uuid
         else:
             self._ready.append((peer, message))
 

@@ -46,7 +46,7 @@ def main() -> int:
     sock = socket.socket(fileno=args.fd)
     threading.Thread(target=_exit_with_stub, args=(args.fd,), name="watch-dog", daemon=True).start()
     name = f"{args.pipeline}/{args.stage}"
-    hub = Hub(name, args.address)
+    hub = _hub(name, args.address, args.device)
     stub = hub.adopt(sock)
     try:
         pipeline = load(args.pipeline)
@@ -63,6 +63,15 @@ def main() -> int:
         engine.close()
         hub.close()
     return 0
+
+
+def _hub(name: str, address: Path, device: str) -> Hub:
+    """The worker's links; with a device slab on each where the worker has a GPU."""
+    if device != "cuda":
+        return Hub(name, address)
+    from backends.connectors.cuda_ipc import DeviceSlab, gpu_uuid
+
+    return Hub(name, address, DeviceSlab, gpu_uuid())
 
 
 def _say(hub: Hub, stub: Peer, message: Ping) -> None:
