@@ -120,7 +120,7 @@ def start(command: list[str], environment: dict[str, str], output: int, folder: 
         stderr=subprocess.STDOUT,
         cwd=folder,
         start_new_session=True,
-        preexec_fn=tie,  # allowed here: no threads of ours run when children are started
+        preexec_fn=tie,  # one system call; called from the main thread, whose death is what it watches
     )
     _OWN_CHILDREN.add(child.pid)
     return child

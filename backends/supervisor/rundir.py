@@ -110,4 +110,15 @@ def sweep(say: Say, base: Path | None = None) -> list[Path]:
         killed = run_dir.remove()
         swept.append(run_dir.path)
         say(f"removed what a dead server left: {run_dir.path}" + (f", killed pids {killed}" if killed else ""))
+    return swept + sweep_bare(base)
+
+
+def sweep_bare(base: Path | None = None) -> list[Path]:
+    """Remove run folders of servers that were started by hand and are dead; their names are pid and start time."""
+    swept: list[Path] = []
+    for path in ((base or Path(tempfile.gettempdir())) / f"triton-omni-{os.getuid()}").glob("*-*"):
+        pid, _, started = path.name.partition("-")
+        if pid.isdigit() and started.isdigit() and not processes.is_alive(int(pid), int(started)):
+            shutil.rmtree(path, ignore_errors=True)
+            swept.append(path)
     return swept

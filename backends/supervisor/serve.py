@@ -15,6 +15,7 @@ from backends.supervisor.launch import LOCAL, Launch, Ports, check_ports, free_p
 from backends.supervisor.locate import ENGINE_PYTHON_VARIABLE, Server, find_server
 from backends.supervisor.problem import Problem
 from backends.supervisor.stamps import Say
+from backends.supervisor.watch import Bounds, Watch
 
 DEFAULT_REPOSITORY = REPO / "model_repository" / "chat"
 KEPT_LOGS = 10
@@ -37,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-proxy", action="store_true", help="tritonserver only")
     add("--start-timeout-s", type=float, default=900.0, help="how long the models may take to load")
     add("--exit-timeout-s", type=int, default=60, help="how long open requests may take to end at shutdown")
+    add("--silent-s", type=float, default=Bounds.silent_s, help="a server or orchestrator so long silent is hung")
+    add("--stage-silent-s", type=float, default=Bounds.stage_silent_s, help="the same for a stage's worker")
     add("--info-file", type=Path, help="gets addresses and pids as JSON once all is ready")
     add("flags", nargs="*", help="after --: more flags for tritonserver")
 
@@ -89,7 +92,6 @@ def announce(launch: Launch, proxied: bool, say: Say) -> None:
 def serve(options: argparse.Namespace, say: Say) -> int:
     """Run until Ctrl-C; returns the exit code. Raises Problem if it cannot start."""
     from backends.supervisor.supervise import Plan, Supervisor
-    from backends.supervisor.watch import Bounds, Watch
 
     home = find_home()
     server: Server = find_server(home)
@@ -103,7 +105,7 @@ def serve(options: argparse.Namespace, say: Say) -> int:
     )  # fmt: skip
     plan = Plan(
         launch,
-        Watch(Bounds()),
+        Watch(Bounds(silent_s=options.silent_s, stage_silent_s=options.stage_silent_s)),
         server_log=new_log(home, "server"),
         proxy_log=new_log(home, "proxy"),
         proxy=() if options.no_proxy else proxy_command(launch),

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from backends.connectors.base import PeerLost
 from backends.control import probe
 from backends.control.records import InstanceRecord, read_records, remove_record
 from backends.supervisor import processes, rundir
 from backends.supervisor.launch import Launch, log_errors
+from backends.supervisor.locate import RUN_DIR_VARIABLE
 from backends.supervisor.problem import Problem
 from backends.supervisor.stamps import Say
 from backends.supervisor.watch import Action, GiveUp, Observation, Reload, RestartServer, Seen, Watch
@@ -89,10 +89,9 @@ class Supervisor:
         processes.adopt_orphans()
         try:
             self._health("starting")
-            self._start_server()
-            self._start_proxy()
-            if self.stopping.event.is_set():
+            if not self._start_server():
                 return 0
+            self._start_proxy()
             self._ready()
             return self._look_after()
         finally:
@@ -187,14 +186,14 @@ class Supervisor:
         self._end_server(patience_s=0.0)
         self._reloads.clear()
         try:
-            self._start_server()
+            if self._start_server():
+                self._ready()
         except Problem as problem:
             self._say(f"restart failed: {problem.what}")
-        else:
-            self._ready()
         self.plan.watch.restarted(time.monotonic())
 
-    def _start_server(self) -> None:
+    def _start_server(self) -> bool:
+        """Start the server and wait until it is ready; False if we were told to stop meanwhile."""
         launch = self.plan.launch
         for record in read_records(launch.run_dir.path):
             remove_record(launch.run_dir.path, record.model, record.instance)
@@ -209,9 +208,10 @@ class Supervisor:
                 self._show_models(shown, start)
                 self._ready_s = time.monotonic() - start
                 self._say(f"tritonserver is ready after {self._ready_s:.1f} s (pid {self._server.pid})")
-                return
+                return True
             if time.monotonic() - start > self.plan.start_timeout_s:
                 raise self._no_start(f"the models were not ready after {self.plan.start_timeout_s:.0f} s")
+        return False
 
     def _no_start(self, what: str) -> Problem:
         log = self.plan.server_log
@@ -224,13 +224,12 @@ class Supervisor:
                 self._say(f"  {time.monotonic() - start:6.1f} s  {model}: {state.lower()} {reason}".rstrip())
 
     def _start_proxy(self) -> None:
-        if not self.plan.proxy or self.stopping.event.is_set():
+        if not self.plan.proxy:
             return
         launch = self.plan.launch
         self._proxy_not_before_s = time.monotonic() + PROXY_WAIT_S
         with self.plan.proxy_log.open("ab") as sink:
-            environment = launch.environment(os.environ)
-            environment.pop("LD_LIBRARY_PATH", None)  # that one is for stubs
+            environment = {**os.environ, RUN_DIR_VARIABLE: str(launch.run_dir.path)}
             self._proxy = processes.start(list(self.plan.proxy), environment, sink.fileno(), str(launch.run_dir.path))
 
     def _look_after_proxy(self) -> None:
@@ -272,6 +271,6 @@ def look_at(record: InstanceRecord) -> Seen:
         try:
             probe(record.address, PROBE_TIMEOUT_S)
             answered = True
-        except (PeerLost, TimeoutError, OSError):
+        except OSError:  # nobody listens, it hung up, or it did not answer in time
             answered = False
     return Seen(f"{record.model}#{record.instance}", record.model, record.role, record.state, alive, answered)

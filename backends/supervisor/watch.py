@@ -20,7 +20,8 @@ State = Literal["starting", "ready", "restarting", "gave_up"]
 class Bounds:
     """How patient the supervisor is. All in seconds, except the two counts.
 
-    silent_s       no answer from a live server or a ready instance for so long means hung
+    silent_s       no answer from a live server or orchestrator for so long means hung
+    stage_silent_s the same for a stage's worker; above the stages' own hang_s, so that the stub heals it first
     not_ready_s    a stub may spend so long on getting its worker back
     healthy_s      so long without trouble forgets the earlier tries
     first_wait_s   wait before the second try; doubles up to `longest_wait_s`
@@ -28,7 +29,8 @@ class Bounds:
     max_restarts   tries of the server before giving up
     """
 
-    silent_s: float = 15.0
+    silent_s: float = 30.0
+    stage_silent_s: float = 300.0
     not_ready_s: float = 300.0
     healthy_s: float = 60.0
     first_wait_s: float = 1.0
@@ -177,14 +179,15 @@ class Watch:
     def _instance_trouble(self, instance: Seen, now_s: float) -> str:
         silent = instance.state == "ready" and not instance.answered and instance.stub_alive
         unready = instance.state != "ready" and instance.stub_alive
-        hung = self._lasts(f"silent {instance.name}", silent, now_s, self.bounds.silent_s)
+        bound_s = self.bounds.stage_silent_s if instance.role == "stage" else self.bounds.silent_s
+        hung = self._lasts(f"silent {instance.name}", silent, now_s, bound_s)
         stuck = self._lasts(f"unready {instance.name}", unready, now_s, self.bounds.not_ready_s)
         if not instance.stub_alive:
             return f"{instance.name}: its stub has died"
         if instance.state == "gave_up":
             return f"{instance.name}: its stub gave up restarting the worker"
         if hung:
-            return f"{instance.name}: no sign of life for {self.bounds.silent_s:.0f} s"
+            return f"{instance.name}: no sign of life for {bound_s:.0f} s"
         if stuck:
             return f"{instance.name}: '{instance.state}' for {self.bounds.not_ready_s:.0f} s"
         return ""

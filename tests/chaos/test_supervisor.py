@@ -21,7 +21,8 @@ BACK_S = 60.0
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RunningServer]:
     repository = write_recorded_models(tmp_path / "repository", {"door": "orchestrator", "step": "stage"})
-    with running_server([repository], supervised=True) as running:
+    patience = ["--silent-s", "8", "--stage-silent-s", "8"]
+    with running_server([repository], supervised=True, serve_options=patience) as running:
         yield running
     assert running.processes() == []
     assert running.regions() == []

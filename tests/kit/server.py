@@ -104,25 +104,30 @@ def running_server(
     supervised: bool = False,
     proxy: bool = False,
     flags: Sequence[str] = (),
+    serve_options: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
     timeout_s: float = READY_TIMEOUT_S,
 ) -> Iterator[RunningServer]:
-    """A ready server for the `with` body. `proxy` needs `supervised`; `variables` are for the server's environment."""
-    assert supervised or not proxy, "only the supervisor starts the proxy"
-    start = _supervised if supervised else _bare
+    """A ready server for the `with` body.
+
+    flags          for tritonserver
+    serve_options  for the supervisor's `serve`
+    variables      for the server's environment
+    """
+    paths, environment = [Path(r).resolve() for r in repositories], dict(variables or {})
     with tempfile.TemporaryDirectory(prefix="omni-test-") as folder:
-        yield from start(
-            Path(folder), [Path(r).resolve() for r in repositories], proxy, flags, variables or {}, timeout_s
-        )
+        if supervised:
+            options = [*serve_options, *([] if proxy else ["--no-proxy"])]
+            for path in paths:
+                options += ["--repository", str(path)]
+            yield from _supervised(Path(folder), [*options, "--", *flags], environment, timeout_s)
+        else:
+            assert not proxy and not serve_options, "those are the supervisor's"
+            yield from _bare(Path(folder), paths, flags, environment, timeout_s)
 
 
 def _bare(
-    folder: Path,
-    repositories: list[Path],
-    proxy: bool,
-    flags: Sequence[str],
-    variables: Mapping[str, str],
-    timeout_s: float,
+    folder: Path, repositories: list[Path], flags: Sequence[str], variables: Mapping[str, str], timeout_s: float
 ) -> Iterator[RunningServer]:
     home, log = find_home(), folder / "server.log"
     run_dir = rundir.make()
@@ -142,21 +147,12 @@ def _bare(
 
 
 def _supervised(
-    folder: Path,
-    repositories: list[Path],
-    proxy: bool,
-    flags: Sequence[str],
-    variables: Mapping[str, str],
-    timeout_s: float,
+    folder: Path, options: Sequence[str], variables: Mapping[str, str], timeout_s: float
 ) -> Iterator[RunningServer]:
     home, log, info = find_home(), folder / "supervisor.log", folder / "server.json"
-    command = [sys.executable, "-m", "backends.supervisor", "serve", "--any-port", "--info-file", str(info)]
-    command += [] if proxy else ["--no-proxy"]
-    for repository in repositories:
-        command += ["--repository", str(repository)]
+    command = [sys.executable, "-m", "backends.supervisor", "serve", "--any-port", "--info-file", str(info), *options]
     with log.open("ab") as sink:
-        environment = {**os.environ, **variables}
-        child = processes.start([*command, "--", *flags], environment, sink.fileno(), tempfile.gettempdir())
+        child = processes.start(command, {**os.environ, **variables}, sink.fileno(), tempfile.gettempdir())
     try:
         processes.wait_until(lambda: info.exists() or child.poll() is not None, timeout_s)
         facts = rundir.read_json(info)

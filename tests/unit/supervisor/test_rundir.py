@@ -77,3 +77,12 @@ def test_a_folder_that_others_may_enter_is_not_touched(tmp_path: Path) -> None:
     dead.path.chmod(0o755)
     (tmp_path / f"{rundir.PREFIX}link").symlink_to(tmp_path / "shm")
     assert rundir.sweep(said) == [] and dead.path.exists()
+
+
+def test_folders_of_dead_servers_started_by_hand_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / f"triton-omni-{os.getuid()}"
+    living, dead = folder / f"{os.getpid()}-{processes.start_time(os.getpid())}", folder / f"{os.getpid()}-1"
+    for path in (living, dead, folder / "keep-this"):
+        path.mkdir(parents=True)
+    assert rundir.sweep(said) == [dead]
+    assert sorted(p.name for p in folder.iterdir()) == sorted([living.name, "keep-this"])

@@ -21,7 +21,14 @@ from backends.supervisor.watch import (
 )
 
 BOUNDS = Bounds(
-    silent_s=10, not_ready_s=100, healthy_s=60, first_wait_s=1, longest_wait_s=8, max_reloads=3, max_restarts=4
+    silent_s=10,
+    stage_silent_s=40,
+    not_ready_s=100,
+    healthy_s=60,
+    first_wait_s=1,
+    longest_wait_s=8,
+    max_reloads=3,
+    max_restarts=4,
 )
 
 
@@ -90,8 +97,8 @@ def test_server_is_hung_only_after_unbroken_silence(watch: Watch) -> None:
 def test_silent_stage_is_reloaded_after_the_bound(watch: Watch) -> None:
     silent = instance(answered=False)
     assert watch.decide(seen(0, silent)) == []
-    assert watch.decide(seen(9.9, silent)) == []
-    assert kinds(watch.decide(seen(10, silent))) == [Reload]
+    assert watch.decide(seen(39.9, silent)) == []
+    assert kinds(watch.decide(seen(40, silent))) == [Reload]
 
 
 def test_silent_orchestrator_restarts_the_server(watch: Watch) -> None:
