@@ -60,6 +60,8 @@ class Live:
     held_ids: list[int] = field(default_factory=list[int])
     """Tokens whose text has not come out yet: part of a character, or of what may become a stop string."""
     held_logprobs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    hidden: dict[int, Any] = field(default_factory=dict[int, Any])
+    """Hidden rows by position, kept by a pipeline's taps for its feed."""
 
     def usage(self) -> dict[str, float]:
         return {
@@ -98,7 +100,7 @@ class ArEngine:
         self._defaults = Defaults.of(self.llm, self.options)
         self._feed = feed or text_feed
         self._prompts = prompts(self.llm.renderer.get_tokenizer())
-        self._live: dict[str, Live] = {}
+        self.live: dict[str, Live] = {}
 
     # --- Engine ---------------------------------------------------------------------------------------------------
     def open(self, run: Run) -> None:
@@ -124,21 +126,21 @@ class ArEngine:
 
     def stop(self, run: Run) -> None:
         live: Live | None = run.state
-        if live is not None and self._live.pop(live.key, None) is not None:
+        if live is not None and self.live.pop(live.key, None) is not None:
             self.llm.abort_request([live.key])
 
     def step(self) -> Sequence[Event]:
         events: list[Event] = []
         for output in self.llm.step():
             assert isinstance(output, RequestOutput), "pooling requests are never added"
-            live = self._live.get(output.request_id)
+            live = self.live.get(output.request_id)
             if live is not None:
                 events += self._events(live, output)
         return events
 
     @property
     def busy(self) -> bool:
-        return bool(self._live)
+        return bool(self.live)
 
     def close(self) -> None:
         self.llm.engine_core.shutdown()
@@ -171,7 +173,7 @@ class ArEngine:
             self.llm.add_request(live.key, inputs, params, priority=-live.run.request.priority if honours else 0)
         except REFUSALS as error:
             raise refusal_of(error, live.sampling) from None
-        self._live[live.key] = live
+        self.live[live.key] = live
 
     def _params(self, sampling: Sampling, room: int, key: str = "") -> SamplingParams:
         return vllm_params(sampling, self._defaults, room=room, key=key)
@@ -191,7 +193,7 @@ class ArEngine:
         if live.run.feeds:
             events += self._feed(live, output)
         if output.finished:
-            del self._live[live.key]
+            del self.live[live.key]
             events.append(self._end(live, made.finish_reason or ""))
         return events
 

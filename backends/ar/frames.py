@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frame engine: an autoregressive stage whose input rows arrive while it runs and whose every step makes a frame.
+
+It is the AR engine's other half: vLLM schedules and computes, a RowStore writes each step's input row, and the model
+predicts the rest of a frame in the step that sampled its first code. What rows are made of is the pipeline's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
+
+from backends.ar.load import load_llm
+from backends.ar.options import read_options
+from backends.ar.params import REFUSALS, Defaults, refusal_of, vllm_params
+from backends.ar.rows import RowRun, RowStore
+from backends.ar.sampling import stage_sampling
+from backends.ar.upstream import attach_rows, hook_arguments, runner
+from backends.core.chunk import Tensor
+from backends.core.engine import Event, Failed, Finished, Run, Send
+from backends.core.errors import BadRequest, StageFailed
+from backends.core.generate import Sampling
+from backends.core.pipeline import EngineContext
+
+
+@dataclass(slots=True)
+class Taken:
+    """What came of one piece of conditioning: the prompt's rows, once, and rows for later steps."""
+
+    prompt: torch.Tensor | None = None
+    """(positions, hidden)"""
+    text: Sequence[torch.Tensor] = ()
+    positions: tuple[torch.Tensor, int] | None = None
+    """M-RoPE positions of the prompt, if they are not 0, 1, 2, …"""
+
+
+class Conditioning(Protocol):
+    """One run's conditioning, model-specific."""
+
+    def take(self, inputs: Any, last: bool) -> Taken:
+        """Rows out of what the edge's adapter made of a chunk."""
+        ...
+
+
+class FrameModel(Protocol):
+    """The model-specific half of a frame engine.
+
+    pad_row        text row of steps after the text has ended, (hidden,)
+    pad_token      stands for every prompt position; a token that can never be sampled
+    end_token      sampled instead of a frame when there is nothing more to say
+    sampling       what the model itself recommends
+    """
+
+    pad_row: torch.Tensor
+    pad_token: int
+    end_token: int
+    sampling: Mapping[str, Any]
+
+    def begin(self, run: Run) -> Conditioning:
+        """Conditioning of a new run; raises BadRequest for what can be refused at once."""
+        ...
+
+    def predict(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, generators: Sequence[torch.Generator | None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See rows.Predict."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Speaking:
+    """A run's state, hung on `run.state`. `rows` is None until the prompt is complete."""
+
+    run: Run
+    key: str
+    sampling: Sampling
+    conditioning: Conditioning
+    rows: RowRun | None = None
+    frames: int = 0
+
+
+class FrameEngine:
+    """core.engine.Engine that turns rows into frames: Send(codes (frames, books) int32)."""
+
+    def __init__(
+        self, context: EngineContext, make: Callable[[Any, Any], FrameModel], needed: Mapping[str, Any]
+    ) -> None:
+        """`make` gets the loaded network and its config; `needed` are EngineArgs the model cannot do without."""
+        self.stage = context.stage
+        self.options = read_options(context.options, context.stage)
+        fixed = {
+            "enable_prompt_embeds": True,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # the checkpoint's is about another of its networks
+            "enable_prefix_caching": False,  # prompts are placeholders: all look alike to the cache
+        }
+        self.llm = load_llm(self.options, context, hook_arguments(gated=True) | fixed | dict(needed))
+        self.max_model_len: int = self.llm.model_config.max_model_len
+        self.model = make(runner(self.llm).model, self.llm.model_config.hf_config)
+        self._defaults = Defaults(self.options.sampling, self.model.sampling, self.llm.model_config.get_vocab_size())
+        self.store = RowStore(self.model.predict)
+        attach_rows(self.llm, self.store)
+        self._live: dict[str, Speaking] = {}
+        self._over: list[Speaking] = []
+
+    # --- Engine ---------------------------------------------------------------------------------------------------
+    def open(self, run: Run) -> None:
+        given = run.request.sampling
+        sampling = stage_sampling(run.options(self.stage), Sampling(seed=given.seed), self.stage)
+        self._params(sampling, self.max_model_len, "")  # refuses what is wrong with it
+        run.state = Speaking(run, run.id.hex(), sampling, self.model.begin(run))
+
+    def feed(self, run: Run, inputs: Any, last: bool) -> bool:
+        live: Speaking = run.state
+        taken = live.conditioning.take(inputs, last)
+        if taken.prompt is not None:
+            self._start(live, taken)
+        if live.rows is None:
+            if last:
+                self._over.append(live)  # there is nothing to say
+            return True
+        live.rows.text += taken.text
+        live.rows.text_ended = last
+        return True
+
+    def stop(self, run: Run) -> None:
+        live: Speaking | None = run.state
+        if live is None:
+            return
+        if self._live.pop(live.key, None) is not None:
+            self.llm.abort_request([live.key])
+            del self.store.runs[live.key]
+        elif live in self._over:
+            self._over.remove(live)
+
+    def step(self) -> Sequence[Event]:
+        events: list[Event] = [Finished(live.run, "stop", {"audio_frames": 0}) for live in self._over]
+        self._over.clear()
+        if not self._live:
+            return events
+        for output in self.llm.step():
+            assert isinstance(output, RequestOutput), "pooling requests are never added"
+            live = self._live.get(output.request_id)
+            if live is not None:
+                events += self._events(live, output)
+        return events
+
+    @property
+    def busy(self) -> bool:
+        """Runs whose next row is missing do not count: the loop sleeps until it comes."""
+        return bool(self._over) or any(self._can_go_on(live) for live in self._live.values())
+
+    def close(self) -> None:
+        self.llm.engine_core.shutdown()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+    def _can_go_on(self, live: Speaking) -> bool:
+        rows = live.rows
+        assert rows is not None, "a live run has its prompt"
+        return rows.ready(len(rows.prompt) + len(rows.sums) - 1)
+
+    def _start(self, live: Speaking, taken: Taken) -> None:
+        assert taken.prompt is not None
+        length = len(taken.prompt)
+        room = self.max_model_len - length
+        if room < 1:
+            raise BadRequest(
+                f"the conversation needs {length} positions to be spoken; this deployment takes {self.max_model_len} "
+                "of conversation and speech together",
+                "messages",
+            )
+        params = self._params(live.sampling, room, live.key)
+        live.rows = RowRun(taken.prompt, self.model.pad_row, _generator(params, taken.prompt), taken.positions)
+        self.store.runs[live.key] = live.rows
+        prompt = TokensPrompt(prompt_token_ids=[self.model.pad_token] * length)
+        try:
+            self.llm.add_request(live.key, prompt, params)
+        except REFUSALS as error:
+            del self.store.runs[live.key]
+            raise refusal_of(error, live.sampling) from None
+        self._live[live.key] = live
+
+    def _params(self, sampling: Sampling, room: int, key: str) -> SamplingParams:
+        return vllm_params(sampling, self._defaults, room=room, key=key, end_token=self.model.end_token)
+
+    def _events(self, live: Speaking, output: RequestOutput) -> list[Event]:
+        made = output.outputs[0]
+        assert live.rows is not None
+        frames, live.rows.frames = live.rows.frames, []
+        assert len(frames) == len(made.token_ids), "every sampled token makes a frame in its own step"
+        good = [frame for frame, token in zip(frames, made.token_ids, strict=True) if token != self.model.end_token]
+        events: list[Event] = []
+        if good:
+            live.frames += len(good)
+            events.append(Send(live.run, (Tensor.of("codes", torch.stack(good).to(torch.int32).numpy()),)))
+        if output.finished:
+            del self._live[live.key], self.store.runs[live.key]
+            events.append(self._end(live, made.finish_reason or ""))
+        return events
+
+    def _end(self, live: Speaking, reason: str) -> Event:
+        if reason in ("stop", "length"):
+            return Finished(live.run, reason, {"audio_frames": live.frames})
+        return Failed(live.run, StageFailed(f"vLLM ended the run: {reason or 'no reason given'}", self.stage))
+
+
+def _generator(params: SamplingParams, like: torch.Tensor) -> torch.Generator | None:
+    """The random numbers of a run's residual codes; None for a greedy run, as its first codes are."""
+    if params.temperature == 0:
+        return None
+    generator = torch.Generator(device=like.device)
+    if params.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(params.seed)
+    return generator

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses the edges of Qwen3-Omni, and how the consuming stage reads it. A full input is one last chunk.
+
+    thinker → talker     first chunk: prompt_ids int32 (tokens,), media float32 (media positions, hidden) if there are
+                         any; every chunk: token_ids int32 (words,), the tokens to be spoken
+    talker → code2wav    codes int32 (frames, books)
+
+Words travel as token ids: the talker holds the thinker's word embeddings (0.6 GB of the real model), which are what
+the thinker's layer-0 rows are at text positions, also for positions that a prefix cache has skipped. Only media
+positions need hidden rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from backends.core.chunk import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One chunk of the edge thinker → talker. `prompt_ids` is empty in all but the first."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    media: np.ndarray | None = None
+    """(media positions, hidden) float32: the accept layer's rows"""
+
+
+def piece_of(chunk: Chunk) -> Piece:
+    """Adapter thinker → talker; an empty last chunk is a piece without words."""
+    media = _array(chunk, "media")
+    return Piece(_ids(chunk, "prompt_ids"), _ids(chunk, "token_ids"), None if media is None else media.copy())
+
+
+def codes_of(chunk: Chunk) -> np.ndarray | None:
+    """Adapter talker → code2wav: (frames, books) int32; None for an empty last chunk."""
+    codes = _array(chunk, "codes")
+    return None if codes is None else codes.copy()
+
+
+def _ids(chunk: Chunk, name: str) -> list[int]:
+    array = _array(chunk, name)
+    return [] if array is None else array.tolist()
+
+
+def _array(chunk: Chunk, name: str) -> np.ndarray | None:
+    tensor = chunk.tensor(name)
+    if tensor is None:
+        return None
+    return np.frombuffer(tensor.data, tensor.spec.dtype).reshape(tensor.spec.shape)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's messages and media → the prompt of the thinker, by the checkpoint's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from scipy.signal import resample_poly
+
+from backends.ar.engine import Prompt
+from backends.core.engine import Run
+from backends.core.errors import BadRequest
+from backends.core.generate import Message, Part
+from backends.pipelines.qwen3_omni.checks import check_messages
+
+AUDIO_HZ = 16_000  # what the audio encoder was trained on
+
+
+class ChatPrompts:
+    """backends.ar.engine.PromptBuilder of Qwen3-Omni."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def check(self, run: Run) -> None:
+        check_messages(run.request)
+
+    def build(self, run: Run, transcripts: Sequence[str]) -> Prompt:
+        chat = [{"role": _role(m), "content": _content(m)} for m in run.request.messages]
+        tools = [dict(tool) for tool in run.request.tools] or None
+        text = self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=True)
+        media: dict[str, list[Any]] = {}
+        for place, message in enumerate(run.request.messages):
+            for part in message.parts:
+                if part.type != "text":
+                    media.setdefault(part.type, []).append(_item(run, part, f"messages[{place}]"))
+        return Prompt(self._tokenizer.encode(text, add_special_tokens=False), media)
+
+
+def _role(message: Message) -> str:
+    return "system" if message.role == "developer" else message.role
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    if isinstance(message.content, str):
+        return message.content
+    return [{"type": part.type} | ({"text": part.text} if part.type == "text" else {}) for part in message.parts]
+
+
+def _item(run: Run, part: Part, where: str) -> Any:
+    """One image, sound or video in the form vLLM's processor takes."""
+    tensor = run.inputs.get(part.type)
+    if tensor is None:
+        raise BadRequest(f"the request names {part.type} but brings no tensor '{part.type}'", where)
+    flat = np.frombuffer(tensor.data, tensor.spec.dtype)
+    if part.offset + part.length > flat.size or not part.length:
+        raise BadRequest(f"{part.type} part is not inside its tensor of {flat.size} elements", where)
+    data = flat[part.offset : part.offset + part.length]
+    if part.type == "audio":
+        return _audio(data, part.sample_rate or AUDIO_HZ)
+    dimensions = 3 if part.type == "image" else 4
+    if len(part.shape) != dimensions or part.shape[-1] != 3 or int(np.prod(part.shape)) != part.length:
+        raise BadRequest(f"a {part.type} part needs a shape of {dimensions} numbers that ends in 3", where)
+    pixels = data.reshape(part.shape)
+    return Image.fromarray(pixels) if part.type == "image" else pixels.copy()
+
+
+def _audio(samples: np.ndarray, rate_hz: int) -> tuple[np.ndarray, int]:
+    if rate_hz != AUDIO_HZ:
+        divisor = int(np.gcd(rate_hz, AUDIO_HZ))
+        samples = resample_poly(samples, AUDIO_HZ // divisor, rate_hz // divisor)
+    return samples.astype(np.float32), AUDIO_HZ

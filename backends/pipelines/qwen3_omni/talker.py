@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage `talker`: what the thinker reads and writes → rows → frames of codes, while the thinker still writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from backends.ar.frames import FrameEngine, Taken
+from backends.ar.upstream import register_model
+from backends.core.engine import Run
+from backends.core.errors import BadRequest, StageFailed
+from backends.core.pipeline import EngineContext
+from backends.pipelines.qwen3_omni.adapters import Piece
+from backends.pipelines.qwen3_omni.network import ARCHITECTURE, TalkerNetwork, talker_config
+
+HEADER_TOKENS = 3  # <|im_start|> assistant \n: read, never spoken
+SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "max_tokens": 4096}
+"""transformers' defaults for the talker."""
+
+
+def make_talker(context: EngineContext) -> FrameEngine:
+    """The engine of stage `talker`."""
+    register_model(ARCHITECTURE, TalkerNetwork)
+    return FrameEngine(context, Talker, {"hf_overrides": talker_config})
+
+
+class Talker:
+    """backends.ar.frames.FrameModel of Qwen3-Omni."""
+
+    sampling: Mapping[str, Any] = SAMPLING
+
+    def __init__(self, network: TalkerNetwork, config: Any) -> None:
+        self.network = network
+        self.config = config
+        self.speakers: dict[str, int] = {name.lower(): code for name, code in config.speaker_id.items()}
+        self.bos_row, self.eos_row, self.pad_row = network.text_rows(
+            [config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id]
+        )
+        self.pad_token: int = config.codec_pad_id
+        self.end_token: int = config.codec_eos_token_id
+        self.media_ids = frozenset((config.audio_token_id, config.image_token_id, config.video_token_id))
+
+    def begin(self, run: Run) -> Conversation:
+        name = (run.request.voice or next(iter(self.speakers))).lower()
+        if name not in self.speakers:
+            raise BadRequest(f"unknown voice '{run.request.voice}'; available: {', '.join(self.speakers)}", "voice")
+        return Conversation(self, self.speakers[name])
+
+    def predict(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, generators: Sequence[torch.Generator | None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.network.predict(hidden, tokens, generators)
+
+    def prompt_rows(self, prompt: Piece, first_word: int, speaker: int) -> torch.Tensor:
+        """Rows of everything users said, and of the header of the answer that ends in its first word."""
+        header = self._header(prompt.prompt_ids)
+        names = self.config
+        text = torch.cat(
+            [
+                self.network.text_rows(prompt.prompt_ids[header : header + HEADER_TOKENS]),
+                self.pad_row.expand(4, -1),
+                self.bos_row[None],
+                self.network.text_rows([first_word]),
+            ]
+        )
+        codec = self.network.codec_rows(
+            [
+                names.codec_nothink_id,
+                names.codec_think_bos_id,
+                names.codec_think_eos_id,
+                speaker,
+                names.codec_pad_id,
+                names.codec_bos_id,
+            ]
+        )
+        text[HEADER_TOKENS:] += codec
+        return torch.cat([self._user_rows(prompt), text])
+
+    def spoken(self, prompt: Piece) -> list[int]:
+        """Tokens of the prompt that already belong to the answer (a template may begin it)."""
+        return prompt.prompt_ids[self._header(prompt.prompt_ids) + HEADER_TOKENS :]
+
+    def _header(self, ids: Sequence[int]) -> int:
+        """Where the header of the answer begins: the last <|im_start|> assistant."""
+        start, role = self.config.im_start_token_id, self.config.assistant_token_id
+        for place in range(len(ids) - 2, -1, -1):
+            if ids[place] == start and ids[place + 1] == role:
+                return place
+        raise StageFailed("the prompt has no assistant turn to speak", "thinker->talker")
+
+    def user_places(self, ids: Sequence[int]) -> list[int]:
+        """Positions of the users' turns; what system and assistant said before is not read."""
+        places: list[int] = []
+        role = ids[1] if len(ids) > 1 else -1  # as transformers reads tokens before the first <|im_start|>
+        for place, token in enumerate(ids):
+            if token == self.config.im_start_token_id:
+                role = ids[place + 1] if place + 1 < len(ids) else token
+            if role == self.config.user_token_id:
+                places.append(place)
+        return places
+
+    def _user_rows(self, prompt: Piece) -> torch.Tensor:
+        ids = prompt.prompt_ids
+        places = self.user_places(ids)
+        rows = self.network.text_rows([ids[place] for place in places])
+        media = [k for k, place in enumerate(places) if ids[place] in self.media_ids]
+        if media:
+            everywhere = [place for place, token in enumerate(ids) if token in self.media_ids]
+            if prompt.media is None or len(prompt.media) != len(everywhere):
+                raise StageFailed("hidden rows of media positions are missing", "thinker->talker")
+            at = {place: k for k, place in enumerate(everywhere)}
+            hidden = torch.from_numpy(prompt.media)[[at[places[k]] for k in media]]
+            rows[media] = self.network.media_rows(hidden)
+        return rows
+
+
+class Conversation:
+    """backends.ar.frames.Conditioning of one run."""
+
+    def __init__(self, talker: Talker, speaker: int) -> None:
+        self._talker = talker
+        self._speaker = speaker
+        self._prompt: Piece | None = None
+        self._started = False
+
+    def take(self, inputs: Piece, last: bool) -> Taken:
+        words = list(inputs.token_ids)
+        if inputs.prompt_ids:
+            self._prompt = inputs
+            words = self._talker.spoken(inputs) + words
+        taken = Taken()
+        if words and not self._started:
+            if self._prompt is None:
+                raise StageFailed("words came before the prompt", "thinker->talker")
+            self._started = True
+            taken.prompt = self._talker.prompt_rows(self._prompt, words.pop(0), self._speaker)
+        if words:
+            taken.text = list(self._talker.network.text_rows(words))
+        if last:
+            taken.text = [*taken.text, self._talker.eos_row]
+        return taken
