@@ -181,6 +181,22 @@ def make_pool(
     return torch.cat(latents), shown
 
 
+def make_pools(
+    work: Path, digits: torch.Tensor, labels: torch.Tensor
+) -> dict[tuple[int, int], tuple[torch.Tensor, list[data.Reading]]]:
+    """Per size: normalised latents to learn from, and what they show."""
+    reduced: Any = AutoencoderKLQwenImage.from_pretrained(work / "vae").eval()
+    reduce_to_one_frame(reduced)
+    mean = torch.tensor(reduced.config.latents_mean)[None, :, None, None]
+    spread = torch.tensor(reduced.config.latents_std)[None, :, None, None]
+    pools: dict[tuple[int, int], tuple[torch.Tensor, list[data.Reading]]] = {}
+    for i, size in enumerate(MIXTURE):
+        latents, shown = make_pool(reduced, digits, labels, size, 8192 if i < 2 else 3072, seed=10 + i)
+        pools[size] = ((latents - mean) / spread, shown)
+    log.info("latents ready, cpu %.0f s", time.process_time())
+    return pools
+
+
 # --- transformer ----------------------------------------------------------------------------------------------
 class Prompts:
     """Prompt → text features, computed once each."""
@@ -214,8 +230,9 @@ def pack(latents: torch.Tensor) -> torch.Tensor:
 class Trainer:
     """Flow matching (v = noise - picture) with an average of the weights; its state survives an interruption."""
 
-    def __init__(self, transformer: Any, pools: dict[Any, Any], prompts: Prompts) -> None:
-        self.model, self.pools, self.prompts = transformer, pools, prompts
+    def __init__(self, transformer: Any, prompts: Prompts) -> None:
+        self.model, self.prompts = transformer, prompts
+        self.pools: dict[tuple[int, int], tuple[torch.Tensor, list[data.Reading]]] = {}
         self.optimizer = torch.optim.AdamW(
             transformer.parameters(), lr=2e-3, weight_decay=1e-4, betas=(0.9, 0.98), fused=True
         )
@@ -303,19 +320,12 @@ def train(work: Path, out: Path, steps: int) -> None:
     transformer = make_transformer(SIZES, seed=2)
     quiet_start(transformer)
     pipe = QwenImagePipeline(make_scheduler(), vae, encoder, tokenizer, transformer)
-    reduced = AutoencoderKLQwenImage.from_pretrained(work / "vae").eval()
-    reduce_to_one_frame(reduced)
-    mean = torch.tensor(vae.config.latents_mean)[None, :, None, None]
-    spread = torch.tensor(vae.config.latents_std)[None, :, None, None]
-    pools = {}
-    for i, size in enumerate(MIXTURE):
-        latents, shown = make_pool(reduced, digits, labels, size, 8192 if i < 2 else 3072, seed=10 + i)
-        pools[size] = ((latents - mean) / spread, shown)
-    log.info("latents ready, cpu %.0f s", time.process_time())
-    trainer = Trainer(transformer, pools, Prompts(pipe))
+    trainer = Trainer(transformer, Prompts(pipe))
     state = work / "state.pt"
     if state.exists():
         trainer.load(state)
+    if trainer.step < steps:
+        trainer.pools = make_pools(work, digits, labels)
     transformer.train()
     while trainer.step < steps:
         trainer.advance(steps)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -137,3 +139,12 @@ def test_an_unknown_deploy_key_is_named_with_the_nearest() -> None:
         read_options({"model": "x", "max_batch_token": 3}, STAGE)
     with pytest.raises(OptionsError, match="max_steps"):
         read_options({"model": "x", "limits": {"max_steps": 1}}, STAGE)
+
+
+def test_the_pipeline_loads_without_torch() -> None:
+    code = (
+        "import sys; from backends.pipelines import image, qwen_image; "
+        "import backends.pipelines.image.pipeline, backends.pipelines.qwen_image.pipeline; "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'diffusers', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
