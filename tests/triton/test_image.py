@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures through a real server: the acceptance of the embedded model, and what clients see on the way."""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+
+from backends.pipelines.image import digits_data as data
+from tests.kit.calls import generate, idle
+from tests.kit.server import REPO, RunningServer, running_server, wait_for
+
+pytestmark = [pytest.mark.triton, pytest.mark.models, pytest.mark.timeout(600)]
+
+ANSWER_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server([REPO / "model_repository" / "image"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def reader() -> data.Reader:
+    with np.load(Path(data.__file__).with_name("digits_held_out.npz")) as held_out:
+        return data.Reader(held_out["digits"], held_out["labels"])
+
+
+class Stream:
+    """One gRPC stream; several requests may be in flight on it."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self._answers = queue.SimpleQueue[Any]()
+        self._client = grpcclient.InferenceServerClient(server.grpc)
+        self._client.start_stream(lambda result, error: self._answers.put((result, error)))
+
+    def ask(self, request_id: str, prompt: str, **options: Any) -> None:
+        body = {"operation": "image", "input": prompt, "stages": {"denoiser": options}}
+        tensor = grpcclient.InferInput("request", [1], "BYTES")
+        tensor.set_data_from_numpy(np.array([json.dumps(body).encode()], object))
+        self._client.async_stream_infer("image", [tensor], request_id=request_id)
+
+    def next(self) -> tuple[dict[str, Any], Any]:
+        """The next event, and the picture if it carries one."""
+        result, error = self._answers.get(timeout=ANSWER_S)
+        assert error is None, error
+        event = json.loads(result.as_numpy("event")[0])
+        return event, result.as_numpy("image") if event["type"] == "image" else None
+
+    def until_end(self) -> list[tuple[dict[str, Any], Any]]:
+        """All answers up to the next end."""
+        answers = [self.next()]
+        while answers[-1][0]["type"] != "end":
+            answers.append(self.next())
+        return answers
+
+    def close(self) -> None:
+        self._client.stop_stream(cancel_requests=True)
+        self._client.close()
+
+
+@pytest.fixture
+def stream(server: RunningServer) -> Iterator[Stream]:
+    opened = Stream(server)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize(("width", "height"), [(64, 64), (96, 64), (128, 128)])
+def test_two_hundred_pictures_are_what_was_asked_for(
+    stream: Stream, reader: data.Reader, width: int, height: int
+) -> None:
+    cases = data.evaluation_set(200)
+    seen: dict[int, data.Reading] = {}
+    for start in range(0, len(cases), 40):  # well within the public model's limits
+        for number in range(start, start + 40):
+            stream.ask(str(number), cases[number][0], width=width, height=height, seed=number)
+        ends = 0
+        while ends < 40:
+            event, picture = stream.next()
+            ends += event["type"] == "end"
+            if picture is not None:
+                assert picture.shape == (height, width, 3)
+                seen[int(event["request_id"])] = reader.read(picture)
+    assert len(seen) == len(cases)
+    digits = np.mean([seen[i].digit == want.digit for i, (_, want) in enumerate(cases)])
+    colours = np.mean([seen[i][1:] == want[1:] for i, (_, want) in enumerate(cases)])
+    assert digits >= 0.95, f"digits {digits}"
+    assert colours >= 0.98, f"colours {colours}"
+
+
+def test_progress_previews_picture_end(stream: Stream) -> None:
+    stream.ask("a", "a red 7 on a yellow background", seed=1, partial_images=2)
+    answers = stream.until_end()
+    kinds = [event["type"] for event, _ in answers]
+    assert kinds.count("image") == 3 and kinds.count("progress") == 12 and kinds[-1] == "end"
+    assert [event["meta"]["partial"] for event, _ in answers if event["type"] == "image"] == [True, True, False]
+    end = answers[-1][0]
+    assert (end["output"], end["stage"], end["outcome"]) == ("image", "denoiser", "completed")
+    assert end["usage"]["images"] == 1
+
+
+def test_generate_answers_with_the_picture_alone(server: RunningServer, reader: data.Reader) -> None:
+    asked = {"stages": json.dumps({"denoiser": {"seed": 3}}), "operation": "image"}
+    status, answer = generate(server, "image", text_input="a red 7 on a yellow background", **asked)
+    assert status == 200, answer
+    assert answer["event"]["type"] == "end"
+    picture = np.array(answer["image"], np.uint8).reshape(64, 64, 3)
+    assert reader.read(picture) == data.Reading(7, "red", "yellow")
+
+
+def test_what_cannot_be_drawn_is_refused_with_the_field(server: RunningServer) -> None:
+    for options, field in (({"width": 70}, "width"), ({"steps": 1}, "steps"), ({"n": 11}, "n")):
+        request = {"operation": "image", "input": "a 7", "stages": {"denoiser": options}}
+        status, answer = generate(server, "image", request=json.dumps(request))
+        assert status == 400
+        assert f"[bad_request:stages.denoiser.{field}]" in answer["error"]
+    request = {"operation": "image", "input": "red " * 1000}
+    status, answer = generate(server, "image", request=json.dumps(request))
+    assert status == 400 and "tokens long" in answer["error"]
+
+
+def test_a_client_that_leaves_frees_its_place(server: RunningServer) -> None:
+    leaving = Stream(server)
+    leaving.ask("gone", "a red 7", width=512, height=512, steps=200)
+    assert leaving.next()[0]["type"] == "progress"
+    leaving.close()
+    wait_for(lambda: idle(server, "image"), 10.0, "the run is stopped")
