@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small ways to call a running server, for tests: over HTTP as curl does, and what its processes hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from typing import Any
+
+from tests.kit.server import RunningServer
+
+HTTP_TIMEOUT_S = 30.0
+
+
+def post(url: str, body: dict[str, Any]) -> tuple[int, str]:
+    """(status, body) of a JSON POST."""
+    request = urllib.request.Request(f"http://{url}", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def generate(server: RunningServer, model: str = "toy", **body: Any) -> tuple[int, dict[str, Any]]:
+    """`/generate`: (status, JSON); the event is decoded."""
+    status, text = post(f"{server.http}/v2/models/{model}/generate", body)
+    answer = json.loads(text)
+    if "event" in answer:
+        answer["event"] = json.loads(answer["event"])
+    return status, answer
+
+
+def generate_stream(server: RunningServer, model: str = "toy", **body: Any) -> list[dict[str, Any]]:
+    """`/generate_stream`: the JSON of every response, events decoded."""
+    _, text = post(f"{server.http}/v2/models/{model}/generate_stream", body)
+    answers = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    for answer in answers:
+        if "event" in answer:
+            answer["event"] = json.loads(answer["event"])
+    return answers
+
+
+def health(server: RunningServer, pipeline: str = "toy") -> dict[str, Any]:
+    """The pipeline's own word on its state."""
+    _, answer = generate(server, pipeline, request=json.dumps({"operation": "health"}))
+    return answer["event"]["meta"]
+
+
+def idle(server: RunningServer, pipeline: str = "toy") -> bool:
+    """True if no request is in work or waits and no stage has a run."""
+    state = health(server, pipeline)
+    return state["live"] == state["queued"] == 0 and all(s["live"] == 0 for s in state["stages"].values())
+
+
+def metrics(server: RunningServer) -> dict[str, float]:
+    """Every sample of our own on the metrics page, by name and labels as printed there."""
+    with urllib.request.urlopen(server.metrics, timeout=HTTP_TIMEOUT_S) as answer:
+        text = answer.read().decode()
+    return {m[1]: float(m[2]) for m in re.finditer(r"^(omni_\S+) (\S+)$", text, re.MULTILINE)}
+
+
+def holdings(server: RunningServer) -> dict[str, int]:
+    """What the server's processes hold: file descriptors per process name, and names in /dev/shm."""
+    held: dict[str, int] = {"shm names": len(server.regions())}
+    for instance in server.instances():
+        for role, pid in (("stub", instance.pid), ("worker", instance.worker_pid)):
+            if pid:
+                held[f"{instance.model} {role} fds"] = len(os.listdir(f"/proc/{pid}/fd"))
+    return held

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many streams at once, random cancels, and what is left afterwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.kit.calls import holdings, idle
+from tests.kit.load import Plan, body, random_plans, run_many
+from tests.kit.server import RunningServer, wait_for
+
+pytestmark = pytest.mark.triton
+
+
+@pytest.mark.timeout(420)
+def test_64_streams_of_2000_chunks_keep_order_and_lose_nothing(toy: RunningServer) -> None:
+    plans = [Plan(body(2000, ("audio",)), timeout_s=400) for _ in range(64)]
+    lives = run_many(toy.grpc, plans, 64)
+    assert [life.ends for life in lives] == [["stop"]] * 64
+    assert [life.counts["audio"] for life in lives] == [2000] * 64
+    assert sum(life.order_errors for life in lives) == 0
+    assert {life.samples for life in lives} == {2000 * 2 * 240}
+
+
+def test_large_payloads_arrive_whole(toy: RunningServer) -> None:
+    sizes = (8191, 8193, 1 << 20, 40 << 20)  # inline, slab, slab, a memfd of its own; stages check every chunk
+    plans = [Plan(body(5, ("audio",), tokens={"frame_bytes": n}, frames={"frame_bytes": n})) for n in sizes]
+    lives = run_many(toy.grpc, plans, 4)
+    assert [life.ends for life in lives] == [["stop"]] * 4
+
+
+def test_200_random_cancels_leave_nothing_behind(toy: RunningServer) -> None:
+    run_many(toy.grpc, [Plan(body(20)) for _ in range(32)], 16)  # warm: links, lanes and slabs exist
+    wait_for(lambda: idle(toy), 5, "idle before")
+    before = holdings(toy)
+    lives = run_many(toy.grpc, random_plans(200, 60, seed=7, cancel=0.8, fail=0.1), 16)
+    assert all(len(life.ends) == 1 for life in lives)
+    assert sum(life.order_errors for life in lives) == 0
+    ends = Counter(life.ends[0] for life in lives)
+    assert ends["cancelled here"] > 100
+    wait_for(lambda: idle(toy), 1.0, "every worker slot free")
+    wait_for(lambda: holdings(toy) == before, 5.0, f"as before: {before} now {holdings(toy)}")
+
+
+def test_slow_readers_hold_nobody_up(toy: RunningServer) -> None:
+    slow = [Plan(body(200, ("audio",)), pause_s=0.02, timeout_s=60) for _ in range(4)]
+    quick = [Plan(body(50, ("audio",)), timeout_s=60) for _ in range(12)]
+    lives = run_many(toy.grpc, slow + quick, 16)
+    assert [life.ends for life in lives] == [["stop"]] * 16
+    assert max(life.seconds for life in lives[4:]) < min(life.seconds for life in lives[:4])
