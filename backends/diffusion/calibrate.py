@@ -63,6 +63,6 @@ def _drawing(model: Model) -> Drawing:
         prompt="", negative_prompt=None, width=SIDE, height=SIDE, steps=2, true_cfg_scale=1.0, seed=0, n=1,
         partial_images=0, guidance_scale=None,
     )  # fmt: skip
-    tokens = (SIDE // 16) ** 2 + model.text.count(ids)
+    tokens = wish.picture_tokens + model.text.count(ids)
     run = Run(uuid.uuid4().bytes, "calibration", GenerateRequest())
     return Drawing(run, wish, 0, ids, None, model.text.count(ids), tokens, 0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from backends.core.engine import Run
-from backends.diffusion.options import Wish
+from backends.diffusion.options import SIZE_MULTIPLE, Wish
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +52,7 @@ class Drawing:
     @property
     def grid(self) -> tuple[int, int, int]:
         """Frames, rows and columns of image tokens."""
-        return (1, self.wish.height // 16, self.wish.width // 16)
+        return (1, self.wish.height // SIZE_MULTIPLE, self.wish.width // SIZE_MULTIPLE)
 
     def branches(self) -> tuple[torch.Tensor, ...]:
         """Text features of each guidance branch: with the prompt, and with the negative prompt if it counts."""

@@ -31,7 +31,7 @@ COMPUTE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, ArithmeticErr
 
 @dataclass(slots=True)
 class Decode:
-    """Pictures waiting for the VAE: all finished ones of a drawing from `index` on, or a preview."""
+    """Pictures of a drawing that wait for the VAE, from `index` on: finished ones, or preview number `partial`."""
 
     drawing: Drawing
     latents: torch.Tensor
@@ -68,8 +68,7 @@ class DiffusionEngine:
             assert wish.negative_prompt is not None
             negative = self._ids(wish.negative_prompt, f"stages.{self.stage}.negative_prompt")
         text = self.model.text
-        picture_tokens = (wish.width // 16) * (wish.height // 16)
-        tokens = sum(picture_tokens + text.count(i) for i in (ids, negative) if i is not None) * wish.n
+        tokens = sum(wish.picture_tokens + text.count(i) for i in (ids, negative) if i is not None) * wish.n
         seed = secrets.randbelow(MAX_SEED + 1) if wish.seed is None else wish.seed
         drawing = Drawing(run, wish, seed, ids, negative, text.count(ids), tokens, self.tokens_done)
         run.state = drawing
@@ -92,7 +91,7 @@ class DiffusionEngine:
             self._decode(events)
             chosen = choose([d for d in self._drawings if self._can_step(d)], self.tokens_done, self.budget)
             if self._prepare(chosen, events):
-                self._denoise([d for d in chosen if d.is_prepared], events)
+                self._denoise([d for d in chosen if d.is_prepared and d in self._drawings], events)
         return events
 
     def close(self) -> None:
@@ -237,7 +236,9 @@ def _meta(job: Decode) -> dict[str, Any]:
 
 def _usage(drawing: Drawing) -> dict[str, float]:
     wish = drawing.wish
-    tokens = wish.n * (wish.width // 16) * (wish.height // 16)
     return {
-        "prompt_tokens": drawing.prompt_tokens, "completion_tokens": tokens, "images": wish.n, "steps": wish.steps,
-    }  # fmt: skip
+        "prompt_tokens": drawing.prompt_tokens,
+        "completion_tokens": wish.n * wish.picture_tokens,
+        "images": wish.n,
+        "steps": wish.steps,
+    }

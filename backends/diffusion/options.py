@@ -132,6 +132,11 @@ class Wish(msgspec.Struct, frozen=True):
     guidance_scale: float | None
 
     @property
+    def picture_tokens(self) -> int:
+        """Tokens of one picture."""
+        return (self.width // SIZE_MULTIPLE) * (self.height // SIZE_MULTIPLE)
+
+    @property
     def has_guidance(self) -> bool:
         """True if the unconditional branch has to be computed, too."""
         return self.true_cfg_scale > 1 and self.negative_prompt is not None
