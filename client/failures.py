@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Triton and gRPC say when something went wrong → our errors."""
+
+from __future__ import annotations
+
+import grpc
+
+from backends import wire
+from backends.wire import BadRequest, OmniError
+
+_TRITON_WORDS = (
+    ("unknown model", "not_found"),
+    ("is not found", "not_found"),
+    ("no available versions", "unavailable"),
+    ("is not ready", "unavailable"),
+    ("Server is stopping", "unavailable"),
+    ("restricted", "unavailable"),
+)
+_GRPC_CODES = {
+    grpc.StatusCode.UNAVAILABLE: "unavailable",
+    grpc.StatusCode.NOT_FOUND: "not_found",
+    grpc.StatusCode.CANCELLED: "cancelled",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "deadline_exceeded:client",
+    grpc.StatusCode.INVALID_ARGUMENT: BadRequest.code,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: BadRequest.code,  # a message larger than gRPC takes
+}
+
+
+def of_triton(message: str) -> OmniError:
+    """The error of a response: one of our wire lines, or Triton's own words."""
+    if message.startswith("["):
+        return wire.from_line(message)
+    code = next((code for words, code in _TRITON_WORDS if words in message), "internal")
+    return wire.from_line(f"[{code}] {message}")
+
+
+def of_grpc(error: grpc.RpcError) -> OmniError:
+    """The error of a call that gRPC itself ended."""
+    if not isinstance(error, grpc.Call):  # grpc.aio's errors are not, though they have the same two methods
+        assert isinstance(error, grpc.aio.AioRpcError)
+    details = str(error.details() or "")
+    if details.startswith("["):
+        return wire.from_line(details)
+    code = _GRPC_CODES.get(error.code(), "internal")
+    return wire.from_line(f"[{code}] {details or error.code().name}")

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One response of a public model as a value, and requests as Triton inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import InferInput, InferResult
+
+from backends import wire
+from backends.wire import Event, GenerateRequest
+
+FINAL = "triton_final_response"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """An event, and the text or samples or pixels that it is about.
+
+    audio  (samples,) float32, mono, at `event.meta["sample_rate"]`
+    image  (height, width, 3) uint8; with stream=false several pictures of one size are below each other
+    """
+
+    event: Event
+    text: str | None = None
+    audio: np.ndarray | None = None
+    image: np.ndarray | None = None
+
+
+def inputs_of(request: GenerateRequest, audio: np.ndarray | None, image: np.ndarray | None) -> list[InferInput]:
+    """A request and its media as inputs of the public model. Raises ValueError for media of a wrong type."""
+    inputs = [_input(wire.REQUEST, np.array([wire.encode_request(request)], dtype=np.object_), "BYTES")]
+    if audio is not None:
+        if audio.dtype != np.float32 or audio.ndim != 1:
+            raise ValueError(f"audio must be (samples,) float32, not {audio.shape} {audio.dtype}")
+        inputs.append(_input(wire.AUDIO, audio, "FP32"))
+    if image is not None:
+        if image.dtype != np.uint8:
+            raise ValueError(f"image must be uint8, not {image.dtype}")
+        inputs.append(_input(wire.IMAGE, image.reshape(-1), "UINT8"))
+    return inputs
+
+
+def piece_of(result: InferResult) -> Piece:
+    """The response as a Piece. Raises msgspec.ValidationError if its event is none."""
+    event = result.as_numpy(wire.EVENT)
+    if event is None:
+        return Piece(Event("end", outcome="completed"))  # an empty final response
+    text = result.as_numpy(wire.TEXT_OUTPUT)
+    return Piece(
+        wire.decode_event(event.reshape(-1)[0]),
+        None if text is None else text.reshape(-1)[0].decode("utf-8"),
+        result.as_numpy(wire.AUDIO),
+        result.as_numpy(wire.IMAGE),
+    )
+
+
+def is_final(result: InferResult) -> bool:
+    """True for the last response of a request."""
+    return bool(result.get_response().parameters[FINAL].bool_param)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _input(name: str, data: np.ndarray, datatype: str) -> Any:
+    tensor = InferInput(name, list(data.shape), datatype)
+    tensor.set_data_from_numpy(data)
+    return tensor

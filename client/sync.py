@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Client: the AsyncClient for code without an event loop. It runs one in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from backends.wire import GenerateRequest
+from client.connection import AsyncClient, Model
+from client.pieces import Piece
+
+T = TypeVar("T")
+
+
+class Client:
+    """Calls the pipelines of one server; any thread may use it, any number of requests at once."""
+
+    def __init__(self, address: str, headers: Mapping[str, str] | None = None) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="triton-omni-client", daemon=True)
+        self._thread.start()
+        self._client = self._wait(_made(address, headers))
+
+    def generate(
+        self,
+        pipeline: str,
+        request: GenerateRequest,
+        *,
+        audio: np.ndarray | None = None,
+        image: np.ndarray | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[Piece]:
+        """Pieces of the answer as they come; the last has the event "end". Raises OmniError.
+
+        Closing the iterator, or leaving a `for` over it, cancels the request.
+        """
+        pieces: Any = self._client.generate(
+            pipeline, request, audio=audio, image=image, request_id=request_id, timeout_s=timeout_s
+        )
+        try:
+            while (piece := self._wait(_next(pieces))) is not None:
+                yield piece
+        finally:
+            self._wait(pieces.aclose())
+
+    def abort(self, pipeline: str, request_id: str) -> int:
+        """End every live request that has this id; returns how many there were."""
+        return self._wait(self._client.abort(pipeline, request_id))
+
+    def health(self, pipeline: str) -> dict[str, Any]:
+        """The pipeline's own word on its state. Raises OmniError."""
+        return self._wait(self._client.health(pipeline))
+
+    def models(self) -> list[Model]:
+        """Public models in the server's repository, ready or not. Raises OmniError."""
+        return self._wait(self._client.models())
+
+    def is_live(self) -> bool:
+        """True if the server answers."""
+        return self._wait(self._client.is_live())
+
+    def close(self) -> None:
+        """End the channel and the thread; open requests are cancelled."""
+        if self._loop.is_closed():
+            return
+        self._wait(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # a Ctrl-C here must not leave the work behind
+            future.cancel()
+            raise
+
+
+async def _made(address: str, headers: Mapping[str, str] | None) -> AsyncClient:
+    return AsyncClient(address, headers)
+
+
+async def _next(pieces: Any) -> Piece | None:
+    return await anext(pieces, None)
