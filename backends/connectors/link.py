@@ -71,13 +71,13 @@ class Link:
                 packet, fds, flags = b"", [], 0
             if not packet or flags & socket.MSG_TRUNC:
                 close_all(fds)
-                self.lost = True
+                self.abandon()
                 break
             packets.append((packet, fds))
         return packets
 
     def abandon(self) -> None:
-        """Stop talking to a peer that cannot be understood; both ends see EOF."""
+        """Stop talking to a peer that is gone or cannot be understood; both ends see EOF."""
         self.lost = True
         self._shut_down()
 

@@ -19,7 +19,7 @@ import os
 import struct
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -41,7 +41,7 @@ _U32 = struct.Struct("<I")
 class Header(msgspec.Struct, array_like=True, frozen=True):
     """Descriptor of a chunk. `tensors` holds (spec, device, offset in its payload)."""
 
-    slot: int
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     run: bytes
     edge: str
     index: int
@@ -273,6 +273,8 @@ class ShmConnector:
     def close(self) -> None:
         self.link.close()
         self._sent.clear()
+        self._arrived.clear()
+        self._peer_slab = None  # unmapped when the last chunk that is still held lets go of it
         if self._slab is not None:
             self._slab.close()
             self._slab = None

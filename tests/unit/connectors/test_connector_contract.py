@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every carrier passes the one contract; a carrier that cannot run here is skipped in sight."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from pathlib import Path
+
+import pytest
+
+from backends.connectors import shm
+from backends.connectors.base import Credits
+from backends.connectors.inline import inline_pair
+from backends.connectors.link import Link
+from backends.connectors.shm import ShmConnector
+from backends.core.chunk import Tensor
+from tests.kit.connector_contract import CHECKS, Carrier, check_name, closing, larger_than_the_slab_takes_another_way
+from tests.kit.fake_device import FakeDevice
+
+
+def _inline(window, limit):
+    a, b = inline_pair(window)
+    a.credits.limit = b.credits.limit = limit
+    return closing(a, b)
+
+
+def _shm(window, limit):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ends = (ShmConnector(Link(s), credits=Credits(window, limit)) for s in (ours, theirs))
+    return closing(*ends)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=check_name)
+def test_inline(check):
+    check(Carrier("inline", _inline))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=check_name)
+def test_shm(check, monkeypatch):
+    monkeypatch.setattr(shm, "SLAB_BYTES", 4 << 20)  # the checks fill it; 64 MiB would only cost time
+    check(Carrier("shm", _shm, slab_bytes=4 << 20))
+
+
+def _device_pair(window, limit):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ends = (ShmConnector(Link(s), FakeDevice(8 << 20), Credits(window, limit)) for s in (ours, theirs))
+    return closing(*ends)
+
+
+def _on_device(name, array):
+    return Tensor(Tensor.of(name, array).spec, array, "cuda:0")
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=check_name)
+def test_shm_with_a_device_store(check):
+    """The path of GPU tensors, over a store in host memory."""
+    check(Carrier("device", _device_pair, _on_device, outlives=False))
+
+
+def test_shm_with_its_real_slab():
+    """Sizes around the real slab's half, once."""
+    larger_than_the_slab_takes_another_way(Carrier("shm", _shm, slab_bytes=shm.SLAB_BYTES))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS, ids=check_name)
+def test_cuda_ipc(check):
+    if not Path("/dev/nvidiactl").exists():
+        pytest.skip("no CUDA device")
+    if importlib.util.find_spec("backends.connectors.cuda_ipc") is None:
+        pytest.fail("there is a CUDA device but no cuda_ipc carrier")
+    from tests.kit.cuda_carrier import CUDA
+
+    check(CUDA)
+
+
+def test_tcp():
+    if importlib.util.find_spec("backends.connectors.tcp") is None:
+        pytest.skip("there is no tcp carrier yet")
+    pytest.fail("the tcp carrier must pass the contract: add it here")

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shm carrier between two real processes: echo, and a peer that is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backends.connectors.base import PeerLost
+from backends.connectors.link import Link
+from backends.connectors.shm import ShmConnector
+from backends.core.chunk import Chunk, Tensor
+from tests.kit.connector_contract import named_shm, open_fds, pattern, take, take_chunk
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@contextlib.contextmanager
+def peer(mode):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.kit.shm_peer", str(theirs.fileno()), mode],
+            pass_fds=(theirs.fileno(),),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+        )
+    end = ShmConnector(Link(ours))
+    try:
+        yield end, process
+    finally:
+        end.close()
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+
+
+def test_another_process_sends_everything_back():
+    fds = open_fds()
+    with peer("echo") as (end, process):
+        for index, nbytes in enumerate((0, 10, 8_193, 1 << 20, 40 << 20)):
+            data = pattern(nbytes)
+            assert end.put(Chunk(b"r" * 16, "e", index, nbytes > 1 << 20, (Tensor.of("x", data),), {"i": index}))
+            back = take_chunk(end)
+            assert (back.index, back.meta) == (index, {"i": index})
+            assert bytes(back.tensors[0].data) == data.tobytes()
+            end.release(back)
+        end.send(bytes(1 << 20))
+        assert take(end) == bytes(1 << 20)
+        assert end.in_flight == 0
+        assert named_shm() == named_shm(process.pid) == []
+        end.close()
+        assert process.wait(10) == 0, "the peer ends at EOF"
+    assert open_fds() == fds
+
+
+def test_what_a_killed_process_had_sent_is_delivered():
+    fds = open_fds()
+    with peer("flood") as (end, process):
+        assert process.stdout.readline() == b"sent\n"
+        got = [take_chunk(end) for _ in range(2)]
+        end.send(b"never read" * 100)  # an unread packet makes the kernel report a reset before the data
+        process.kill()
+        process.wait(10)
+        got += [take_chunk(end) for _ in range(6)]
+        assert take(end) == b"ready"
+        for i, chunk in enumerate(got):
+            assert chunk.index == i
+            data = memoryview(chunk.tensors[0].data)
+            assert len(data) == (10, 50_000, 40 << 20)[i % 3 if i < 3 else i % 2]
+            assert data[0] == data[-1] == i
+        with pytest.raises(PeerLost):
+            take(end)
+        for chunk in got:
+            end.release(chunk)  # a dead sender needs no acknowledgement
+        del data
+    assert open_fds() == fds
