@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thinker and talker, live, against transformers' generate(return_audio=True): every token, every code of every frame."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import numpy as np
+import pytest
+
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest, Message, Sampling
+from backends.core.pipeline import EngineContext
+from backends.pipelines.qwen3_omni.pipeline import PIPELINE
+from tests.kit.ar_worker import become_ar_worker
+from tests.kit.chain import Chain
+from tests.kit.tiny_omni import Reference, tiny_omni
+
+become_ar_worker()
+pytestmark = pytest.mark.timeout(200)
+
+SYSTEM = "You are Qwen, a helpful assistant."
+FRAMES = 30
+CHATS = [
+    ([("user", "hello world")], 24),
+    ([("system", SYSTEM), ("user", "the quick brown fox jumps over the lazy dog")], 17),
+    ([("user", "speech and images")], 30),
+    ([("system", SYSTEM), ("user", "hello"), ("assistant", "hello you"), ("user", "and images?")], 12),
+    ([("user", "x")], 2),
+    ([("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"), ("user", "five")], 20),
+    ([("system", "Be brief."), ("user", "this is a test of speech " * 5)], 9),
+    ([("user", "Grüße, 你好!")], 16),
+]
+
+
+def engines(folder, thinker=None, talker=None):
+    common = {"model": str(folder), "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 8}
+    no_media = {"limit_mm_per_prompt": {"audio": 0, "image": 0, "video": 0}, "max_model_len": 1024}
+    greedy = {"sampling": {"temperature": 0.0, "max_tokens": FRAMES}, "max_model_len": 512}
+    options = {"thinker": common | no_media | (thinker or {}), "talker": common | greedy | (talker or {})}
+    return {
+        name: PIPELINE.stage(name).engine(EngineContext("qwen3_omni", name, options[name]))
+        for name in ("thinker", "talker")
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_omni(tmp_path_factory.mktemp("tiny_omni"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    model = Reference(folder)
+    return [
+        model.speak([{"role": role, "content": text} for role, text in chat], tokens, FRAMES) for chat, tokens in CHATS
+    ]
+
+
+@pytest.fixture(scope="module")
+def chain(folder):
+    chain = Chain(PIPELINE, engines(folder))
+    yield chain
+    chain.close()
+    gc.collect()
+
+
+def request(place, **more):
+    chat, tokens = CHATS[place]
+    messages = tuple(Message(role, text) for role, text in chat)
+    return GenerateRequest(messages=messages, sampling=Sampling(temperature=0.0, max_tokens=tokens), **more)
+
+
+def check(job, spoken):
+    assert job.tokens() == spoken.token_ids
+    codes = job.sent("talker", "codes")
+    frames = len(spoken.codes[0])
+    assert codes[:frames].T.tolist() == spoken.codes
+    if job.end("talker").reason == "stop":
+        assert len(codes) == frames
+    else:  # transformers never predicts the frame of the last allowed token
+        assert len(codes) == frames + 1 == FRAMES
+
+
+def free_blocks(engine):
+    return engine.llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def test_alone_equals_transformers(chain, reference):
+    for place, spoken in enumerate(reference):
+        job = chain.open(request(place))
+        chain.run()
+        check(job, spoken)
+
+
+def test_together_equals_transformers(chain, reference):
+    jobs = [chain.open(request(place)) for place in range(len(CHATS))]
+    chain.run()
+    for job, spoken in zip(jobs, reference, strict=True):
+        check(job, spoken)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_joining_leaving_and_uneven_stages_change_nothing(chain, reference, seed):
+    rng = random.Random(seed)
+    waiting = rng.sample(range(len(CHATS)), len(CHATS))
+    jobs, strangers = {}, []
+    while waiting:
+        if rng.random() < 0.3:
+            place = waiting.pop()
+            jobs[place] = chain.open(request(place))
+        if rng.random() < 0.15:
+            strangers.append(chain.open(request(rng.randrange(len(CHATS)))))
+        if strangers and rng.random() < 0.3:
+            chain.stop(strangers.pop())
+        chain.turn(*rng.choices(["thinker", "talker"], [1, seed + 1], k=2))
+    for job in strangers:
+        chain.stop(job)
+    chain.run()
+    for place, job in jobs.items():
+        check(job, reference[place])
+
+
+def test_speech_starts_before_the_text_has_ended(chain):
+    job = chain.open(request(2))
+    chain.run()
+    first_frame = job.order.index(("talker", "Send"))
+    last_text = len(job.order) - 1 - job.order[::-1].index(("thinker", "Output"))
+    assert first_frame < last_text
+
+
+def test_a_talker_without_words_sleeps(chain):
+    """It has said all that was written; until the next word comes it is not busy, and loses nothing."""
+    job = chain.open(request(0))
+    while not chain.engines["talker"].busy:
+        chain.turn()
+    for _ in range(50):
+        chain.turn("talker")
+    assert not chain.engines["talker"].busy
+    spoken = len(job.sent("talker", "codes"))
+    assert 0 < spoken < len(CHATS)
+    chain.turn()
+    assert len(job.sent("talker", "codes")) == spoken + 1
+    chain.run()
+
+
+def test_an_answer_of_one_token_is_silence(chain):
+    job = chain.open(GenerateRequest(messages=(Message("user", "x"),), sampling=Sampling(max_tokens=1)))
+    chain.run()
+    assert len(job.tokens()) == 1
+    assert job.sent("talker", "codes").size == 0
+    assert job.end("talker").reason == "stop"
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 6, 12])
+def test_stopped_at_any_time_everything_is_free_again(chain, reference, turns):
+    free = [free_blocks(engine) for engine in chain.engines.values()]
+    job, other = chain.open(request(0)), chain.open(request(5))
+    for _ in range(turns):
+        chain.turn()
+    chain.stop(job)
+    chain.run()
+    check(other, reference[5])
+    assert [free_blocks(engine) for engine in chain.engines.values()] == free
+    assert not chain.engines["talker"].store.runs
+    assert not any(engine.busy for engine in chain.engines.values())
+
+
+def test_voices_are_the_checkpoints(chain, folder):
+    chat, tokens = CHATS[0]
+    spoken = Reference(folder).speak([{"role": r, "content": t} for r, t in chat], tokens, FRAMES, speaker="Chelsie")
+    job = chain.open(request(0, voice="Chelsie"))
+    chain.run()
+    check(job, spoken)
+    with pytest.raises(BadRequest, match="ethan, chelsie, aiden") as caught:
+        chain.open(request(0, voice="nobody"))
+    assert caught.value.where == "voice"
+    assert not any(engine.busy for engine in chain.engines.values())
+
+
+def test_seeded_speech_is_the_same_in_any_batch(chain):
+    def sampled(place, seed):
+        chat, tokens = CHATS[place]
+        return GenerateRequest(
+            messages=tuple(Message(role, text) for role, text in chat),
+            sampling=Sampling(temperature=1.0, seed=seed, max_tokens=tokens),
+            stages={"talker": {"temperature": 0.9, "top_k": 50}},
+        )
+
+    job = chain.open(sampled(1, 7))
+    chain.run()
+    alone = job.sent("talker", "codes")
+    jobs = [chain.open(sampled(place, 7 if place == 1 else place)) for place in range(6)]
+    chain.run()
+    assert np.array_equal(jobs[1].sent("talker", "codes"), alone)
+    assert jobs[1].tokens() == job.tokens()
+    other = chain.open(sampled(1, 8))
+    chain.run()
+    assert not np.array_equal(other.sent("talker", "codes"), alone)
