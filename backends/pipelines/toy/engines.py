@@ -38,16 +38,17 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a run behaves. `*_after` counts its chunks; None means never.
 
-    delay_s      at least so long between two chunks
-    hold_after   go silent, for ever
-    fail_after   fail this run
-    raise_after  raise out of step: the whole worker ends
-    die_after    kill -9 of the worker
-    hang_after   block inside step for `hang_s`
-    refuse       refuse the run at open
-    burst        chunks per step
-    frame_bytes  extra payload per chunk, checked by the consumer
-    progress     report progress before each chunk
+    delay_s       at least so long between two chunks
+    hold_after    go silent, for ever
+    fail_after    fail this run
+    raise_after   raise out of step: the whole worker ends
+    die_after     kill -9 of the worker
+    hang_after    block inside step for `hang_s`
+    refuse        refuse the run at open
+    burst         chunks per step
+    frame_bytes   extra payload per chunk, checked by the consumer
+    output_every  only every so many-th output goes to the client
+    progress      report progress before each chunk
     """
 
     delay_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
@@ -60,6 +61,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refuse: bool = False
     burst: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
     frame_bytes: Annotated[int, msgspec.Meta(ge=0, le=256 << 20)] = 0
+    output_every: Annotated[int, msgspec.Meta(ge=1)] = 1
     progress: bool = False
 
 
@@ -172,8 +174,9 @@ class ToyEngine:
 def tokens(run: Run, state: ToyRun) -> list[Event] | None:
     """Stage `tokens`: one word per step, `max_tokens` of them."""
     total = run.request.sampling.max_tokens or DEFAULT_TOKENS
-    word = f"w{state.made} "
-    events: list[Event] = [Output(run, "text", meta={"text": word})]
+    events: list[Event] = []
+    if state.made % state.options.output_every == 0:
+        events.append(Output(run, "text", meta={"text": f"w{state.made} "}))
     if run.feeds:
         events.append(Send(run, _filler(state), meta={"token": state.made}))
     if state.made + 1 == total:
@@ -207,9 +210,10 @@ def wave(run: Run, state: ToyRun) -> list[Event] | None:
     rows, last = state.waiting.popleft()
     events: list[Event] = []
     if rows:
-        audio = sine(state.phase, rows * SAMPLES_PER_FRAME)
-        state.phase += len(audio)
-        events.append(Output(run, "audio", (Tensor.of("audio", audio),), {"sample_rate": SAMPLE_RATE_HZ}))
+        if state.made % state.options.output_every == 0:
+            audio = sine(state.phase, rows * SAMPLES_PER_FRAME)
+            events.append(Output(run, "audio", (Tensor.of("audio", audio),), {"sample_rate": SAMPLE_RATE_HZ}))
+        state.phase += rows * SAMPLES_PER_FRAME
     if last:
         events.append(Finished(run, "stop", {"audio_samples": state.phase}))
     return events
