@@ -145,9 +145,9 @@ class Hub:
             timeout_s = 0
         for key, mask in self._selector.select(timeout_s):
             if key.fileobj == self._wake_fd:
-                self._awake.clear()
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
+                self._awake.clear()  # after the read: cleared before, a wake in between would be the last one ever
             elif key.data is None:
                 self._accept()
             else:
@@ -202,7 +202,7 @@ class Hub:
                 self._deliver(peer, item)
                 if taken >= ITEMS_PER_TURN and not peer.connector.buffered:
                     return  # other peers get their turn; epoll reports the rest again
-        except (PeerLost, msgspec.MsgspecError):  # a peer that speaks nonsense is as good as gone
+        except (PeerLost, msgspec.MsgspecError, RecursionError):  # a peer that speaks nonsense is as good as gone
             self._drop(peer)
 
     def _deliver(self, peer: Peer, item: Chunk | bytes) -> None:

@@ -341,7 +341,7 @@ def larger_than_the_slab_takes_another_way(carrier: Carrier) -> None:
         assert carrier.read(got.tensors[0]) == pattern(nbytes).tobytes()
         b.release(got)
         settle(a, b)
-        assert open_fds() <= before + 2, "a mapping of what stands ready for the next chunk at most"
+        assert open_fds() <= before + 3, "at most what stands ready for the next chunk"
 
 
 def what_arrived_before_the_close_is_delivered(carrier: Carrier) -> None:

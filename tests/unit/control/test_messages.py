@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control vocabulary round trip, and records of instances on disk."""
+
+from __future__ import annotations
+
+import os
+import typing
+
+import msgspec
+import pytest
+
+from backends.control import messages
+from backends.control.messages import Accepted, Failed, Finished, Hello, Open, Ping, Progress, Release, Stop
+from backends.control.records import InstanceRecord, read_records, record_path, remove_record, write_record
+from backends.core.errors import ErrorInfo
+
+RUN = bytes(range(16))
+FULL = (
+    Hello(1, "chat/thinker", "GPU-1"),
+    Open(RUN, "req", b"{}", "/a.sock", ("x", "y"), {"z": "/z.sock"}, ("text",), True, True, 1.5, "00-trace"),
+    Stop(RUN),
+    Release(RUN),
+    Accepted(RUN, "/w.sock"),
+    Progress(RUN, {"step": 7, "nested": {"list": [1, None, "x"]}}),
+    Finished(RUN, "length", {"tokens": 3.0}),
+    Failed(RUN, ErrorInfo("stage_failed", "boom", "wave"), True),
+    Ping("me", "failed", 2, "why", {"steps": 1.0}),
+)
+BARE = (Open(RUN, "", b""), Accepted(RUN), Progress(RUN), Finished(RUN, ""), Failed(RUN, ErrorInfo("", "")), Ping())
+
+
+@pytest.mark.parametrize("message", [*FULL, *BARE], ids=lambda m: type(m).__name__)
+def test_round_trip(message):
+    assert messages.decode(messages.encode(message)) == message
+
+
+def test_the_examples_cover_the_vocabulary():
+    assert {type(m) for m in FULL} == set(typing.get_args(messages.AnyMessage))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xc1", b"\x90", msgspec.msgpack.encode(["stop"]), msgspec.msgpack.encode(["stop", "text"]),
+     msgspec.msgpack.encode({"type": "stop"}), msgspec.msgpack.encode(["nothing", RUN])],
+)  # fmt: skip
+def test_anything_else_is_refused(data):
+    with pytest.raises(msgspec.MsgspecError):
+        messages.decode(data)
+
+
+def _record(**change):
+    fields = {"model": "toy_wave", "instance": 0, "role": "stage", "pid": 1, "start_time": 2, "state": "ready"}
+    return InstanceRecord(**(fields | change))
+
+
+def test_records_are_replaced_read_and_removed(tmp_path):
+    write_record(tmp_path, _record(state="starting"))
+    write_record(tmp_path, _record(restarts=3, worker_pid=9, address="/w.sock", ready_s=1.5, text="so"))
+    write_record(tmp_path, _record(instance=1))
+    write_record(tmp_path, _record(model="toy", role="orchestrator"))
+    assert [(r.model, r.instance, r.restarts) for r in read_records(tmp_path)] == [
+        ("toy", 0, 0), ("toy_wave", 0, 3), ("toy_wave", 1, 0)]  # fmt: skip
+    assert len(os.listdir(tmp_path)) == 3, "no half-written file is left"
+    remove_record(tmp_path, "toy", 0)
+    remove_record(tmp_path, "toy", 0)
+    assert len(read_records(tmp_path)) == 2
+
+
+def test_files_that_are_not_records_are_left_out(tmp_path):
+    write_record(tmp_path, _record())
+    record_path(tmp_path, "torn", 0).write_bytes(b'{"model": "to')
+    record_path(tmp_path, "other", 0).write_bytes(b'{"model": 5}')
+    record_path(tmp_path, "folder", 0).mkdir()
+    (tmp_path / "worker.log").write_bytes(b"x")
+    assert [r.model for r in read_records(tmp_path)] == ["toy_wave"]
+    assert read_records(tmp_path / "missing") == []
