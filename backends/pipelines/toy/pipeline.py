@@ -17,6 +17,8 @@ _WORK = {"tokens": engines.tokens, "frames": engines.frames, "wave": engines.wav
 
 
 def _engine(context: EngineContext) -> Engine:
+    if context.options:
+        raise ValueError(f"the toy has no engine options, but got: {', '.join(context.options)}")
     return engines.ToyEngine(context.stage, _WORK[context.stage])
 
 

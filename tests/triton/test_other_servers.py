@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers of their own: a hung worker, a graceful end with requests in flight, two servers side by side, bad deploys."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from backends.config.repository import write
+from backends.supervisor.home import REPO
+from tests.kit.calls import generate, health, idle
+from tests.kit.load import Life, Plan, body, run_many, run_one
+from tests.kit.server import TOY_REPOSITORY, running_server, wait_for
+
+pytestmark = pytest.mark.triton
+
+
+def toy_repository(out: Path, deploy: str) -> Path:
+    """A model repository of the toy with another deploy.yaml."""
+    file = out / "deploy.yaml"
+    file.write_text(deploy)
+    write(REPO / "backends" / "pipelines" / "toy", out, file)
+    return out / "toy"
+
+
+def test_hung_worker_is_killed_and_comes_back(tmp_path: Path) -> None:
+    deploy = "pipeline: toy\nstages:\n  tokens: {}\n  frames: {}\n  wave: {hang_s: 2}\n"
+    with running_server([toy_repository(tmp_path, deploy)]) as server:
+        plan = Plan(body(10, ("audio",), wave={"hang_after": 3}), timeout_s=30)
+        assert run_one(server.grpc, plan).ends == ["error [stage_failed:wave] the stage's worker died"]
+        wait_for(lambda: health(server)["ready"], 30, "back by itself")
+        assert run_one(server.grpc, Plan(body(5, ("audio",)))).ends == ["stop"]
+
+
+def test_sigterm_lets_requests_in_flight_finish(tmp_path: Path) -> None:
+    lives: list[Life] = []
+    with running_server([TOY_REPOSITORY]) as server:
+        plans = [Plan(body(20, tokens={"delay_s": 0.05}), timeout_s=30) for _ in range(8)]
+        clients = threading.Thread(target=lambda: lives.extend(run_many(server.grpc, plans, 8)))
+        clients.start()
+        wait_for(lambda: health(server)["stages"]["wave"]["live"] == 8, 20, "all in work")
+        os.kill(server.pid, signal.SIGTERM)
+        clients.join(60)
+    assert [life.ends for life in lives] == [["length"]] * 8
+
+
+def test_two_servers_do_not_touch_each_other(tmp_path: Path) -> None:
+    with running_server([TOY_REPOSITORY]) as one, running_server([TOY_REPOSITORY]) as two:
+        assert one.run_dir != two.run_dir
+        run_many(one.grpc, [Plan(body(5))] * 8, 4)
+        os.kill(two.pid, signal.SIGTERM)
+        wait_for(lambda: not Path(f"/proc/{two.pid}").exists(), 60, "the second is gone")
+        assert run_one(one.grpc, Plan(body(5))).ends == ["length"]
+        assert idle(one)
+
+
+def test_several_instances_of_a_stage_share_the_work(tmp_path: Path) -> None:
+    deploy = "pipeline: toy\nstages:\n  tokens: {instances: 2}\n  frames: {}\n  wave: {instances: 2}\n"
+    with running_server([toy_repository(tmp_path, deploy)]) as server:
+        plans = [Plan(body(50, tokens={"delay_s": 0.01}), timeout_s=60) for _ in range(24)]
+        lives = run_many(server.grpc, plans, 24)
+        assert [life.ends for life in lives] == [["length"]] * 24
+        assert sum(life.order_errors for life in lives) == 0
+        assert health(server)["stages"]["wave"]["instances"] == 2
+        wait_for(lambda: idle(server), 2, "every slot free")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("max_live", "0", "max_live"),
+        ("stall_s", "-1", "stall_s"),
+        ("stall_s", "nan", "stall_s"),
+        ("max_lives", "3", "did you mean 'max_live'"),
+    ],
+)
+def test_a_bad_parameter_is_a_load_error_in_words(tmp_path: Path, key: str, value: str, said: str) -> None:
+    repository = tmp_path / "toy"
+    shutil.copytree(TOY_REPOSITORY, repository)
+    config = repository / "toy" / "config.pbtxt"
+    kept = [line for line in config.read_text().splitlines() if f'key: "{key}"' not in line]
+    kept.append(f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}')
+    config.write_text("\n".join(kept))
+    with pytest.raises(AssertionError, match=said), running_server([repository]):
+        pass
+
+
+def test_load_error_of_an_engine_is_the_models(tmp_path: Path) -> None:
+    deploy = "pipeline: toy\nstages:\n  tokens: {}\n  frames: {}\n  wave: {engine: {no_such_option: 1}}\n"
+    with pytest.raises(AssertionError, match="no_such_option"), running_server([toy_repository(tmp_path, deploy)]):
+        pass
+
+
+def test_generate_without_the_speech_stages(tmp_path: Path) -> None:
+    """One dead stage fails only requests routed through it."""
+    with running_server([TOY_REPOSITORY]) as server:
+        os.kill(health(server)["stages"]["wave"]["worker_pids"][0], signal.SIGKILL)
+        status, answer = generate(server, text_input="x", max_tokens=2)
+        assert (status, answer["text_output"]) == (200, "w0 w1 ")
