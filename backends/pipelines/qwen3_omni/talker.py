@@ -17,6 +17,7 @@ from backends.pipelines.qwen3_omni.adapters import Piece
 from backends.pipelines.qwen3_omni.network import ARCHITECTURE, TalkerNetwork, talker_config
 
 HEADER_TOKENS = 3  # <|im_start|> assistant \n: read, never spoken
+DEFAULT_VOICE = "Ethan"  # transformers' default
 SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "max_tokens": 4096}
 """transformers' defaults for the talker."""
 
@@ -44,9 +45,9 @@ class Talker:
         self.media_ids = frozenset((config.audio_token_id, config.image_token_id, config.video_token_id))
 
     def begin(self, run: Run) -> Conversation:
-        name = (run.request.voice or next(iter(self.speakers))).lower()
+        name = (run.request.voice or DEFAULT_VOICE).lower()
         if name not in self.speakers:
-            raise BadRequest(f"unknown voice '{run.request.voice}'; available: {', '.join(self.speakers)}", "voice")
+            raise BadRequest(f"unknown voice '{run.request.voice}'; available: {', '.join(sorted(self.speakers))}", "voice")
         return Conversation(self, self.speakers[name])
 
     def predict(

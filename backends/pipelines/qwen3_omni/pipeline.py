@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline `qwen3_omni`: thinker → talker → code2wav. Text streams out of the first, sound out of the last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from backends.ar.environment import worker_environment
+from backends.config.paths import engine_python
+from backends.core.chunk import TensorSpec
+from backends.core.engine import Engine
+from backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
+from backends.pipelines.qwen3_omni.adapters import codes_of, piece_of
+from backends.pipelines.qwen3_omni.checks import check
+
+
+def _environment(context: EngineContext) -> Mapping[str, str]:
+    return worker_environment(context.options, context.device, engine_python().parent.parent)
+
+
+def _thinker(context: EngineContext) -> Engine:
+    from backends.pipelines.qwen3_omni.thinker import make_thinker
+
+    return make_thinker(context)
+
+
+def _talker(context: EngineContext) -> Engine:
+    from backends.pipelines.qwen3_omni.talker import make_talker
+
+    return make_talker(context)
+
+
+def _code2wav(context: EngineContext) -> Engine:
+    from backends.pipelines.qwen3_omni.code2wav import make_code2wav
+
+    return make_code2wav(context)
+
+
+PIPELINE = Pipeline(
+    name="qwen3_omni",
+    stages=(
+        Stage("thinker", _thinker, _environment),
+        Stage("talker", _talker, _environment, outputs=(TensorSpec("codes", "int32", (-1, -1)),)),
+        Stage(
+            "code2wav",
+            _code2wav,
+            _environment,
+            inputs=(TensorSpec("codes", "int32", (-1, -1)),),
+            outputs=(TensorSpec("audio", "float32", (-1,)),),
+        ),
+    ),
+    edges=(Edge("thinker", "talker", piece_of), Edge("talker", "code2wav", codes_of)),
+    outputs=(Output("text", "thinker"), Output("audio", "code2wav")),
+    operations=(Operation("chat", "thinker", ("text",)),),
+    check=check,
+    about={"sample_rate": 24_000, "media": ["text", "image", "audio", "video"]},
+)

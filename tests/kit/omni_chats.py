@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chats for the tiny omni checkpoint, engines for its stages, and the comparison with transformers."""
+
+from __future__ import annotations
+
+from backends.core.generate import GenerateRequest, Message, Sampling
+from backends.core.pipeline import EngineContext
+from backends.pipelines.qwen3_omni.pipeline import PIPELINE
+
+SYSTEM = "You are Qwen, a helpful assistant."
+FRAMES = 30
+CHATS = [
+    ([("user", "hello world")], 24),
+    ([("system", SYSTEM), ("user", "the quick brown fox jumps over the lazy dog")], 17),
+    ([("user", "speech and images")], 30),
+    ([("system", SYSTEM), ("user", "hello"), ("assistant", "hello you"), ("user", "and images?")], 12),
+    ([("user", "x")], 2),
+    ([("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"), ("user", "five")], 20),
+    ([("system", "Be brief."), ("user", "this is a test of speech " * 5)], 9),
+    ([("user", "Grüße, 你好!")], 16),
+]
+
+
+def engines(folder, thinker=None, talker=None):
+    common = {"model": str(folder), "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 8}
+    no_media = {"limit_mm_per_prompt": {"audio": 0, "image": 0, "video": 0}, "max_model_len": 1024}
+    greedy = {"sampling": {"temperature": 0.0, "max_tokens": FRAMES}, "max_model_len": 512}
+    options = {"thinker": common | no_media | (thinker or {}), "talker": common | greedy | (talker or {})}
+    return {
+        name: PIPELINE.stage(name).engine(EngineContext("qwen3_omni", name, given)) for name, given in options.items()
+    }
+
+
+def references(model):
+    """What transformers makes of every chat."""
+    return [
+        model.speak([{"role": role, "content": text} for role, text in chat], tokens, FRAMES) for chat, tokens in CHATS
+    ]
+
+
+def request(place, **more):
+    chat, tokens = CHATS[place]
+    messages = tuple(Message(role, text) for role, text in chat)
+    return GenerateRequest(messages=messages, sampling=Sampling(temperature=0.0, max_tokens=tokens), **more)
+
+
+def check(job, spoken):
+    assert job.tokens() == spoken.token_ids
+    codes = job.sent("talker", "codes")
+    frames = len(spoken.codes[0])
+    assert codes[:frames].T.tolist() == spoken.codes
+    if job.end("talker").reason == "stop":
+        assert len(codes) == frames
+    else:  # transformers never predicts the frame of the last allowed token
+        assert len(codes) == frames + 1 == FRAMES
+
+
+def blocks_of(engine):
+    return engine.llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def free_blocks(chain):
+    return [blocks_of(engine) for engine in chain.engines.values()]
