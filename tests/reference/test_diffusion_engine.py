@@ -137,6 +137,21 @@ def test_a_newcomer_joins_at_the_next_step(engine: Any) -> None:
     finish(engine)
 
 
+def test_between_two_steps_at_most_one_prompt_and_one_picture_go_through_their_networks(folder) -> None:
+    engine = engine_of(folder)
+    steady = image_run("a red 1", width=64, height=64, steps=20, seed=1)
+    engine.open(steady)
+    engine.step()
+    for i in range(4):
+        engine.open(image_run(f"the number {i}", width=64, height=64, steps=2, seed=i, n=2, partial_images=1))
+    while engine.busy:
+        encoded, step = engine.model.text.encoded, steady.state.step
+        events = engine.step()
+        assert engine.model.text.encoded - encoded <= 1
+        assert sum(isinstance(e, Output) for e in events) <= 1
+        assert steady.state.step == step + 1 or not steady.state.steps_left
+
+
 def test_a_stopped_run_costs_no_further_step_and_leaves_no_trace(engine: Any) -> None:
     run, other = (image_run(f"a {i}", width=64, height=64, steps=10, seed=i) for i in range(2))
     engine.open(run)
