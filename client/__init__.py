@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python clients of a Triton-Omni server. No torch: numpy, msgspec and tritonclient are enough.
 
-    from client import Client, GenerateRequest, Message
+from client import Client, GenerateRequest, Message
 
-    with Client("127.0.0.1:8001") as client:
-        for piece in client.generate("chat", GenerateRequest(messages=(Message("user", "Hello!"),))):
-            print(piece.text or "", end="")
+with Client("127.0.0.1:8001") as client:
+    for piece in client.generate("chat", GenerateRequest(messages=(Message("user", "Hello!"),))):
+        print(piece.text or "", end="")
 """
 
 from __future__ import annotations

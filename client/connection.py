@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
@@ -53,7 +53,7 @@ class AsyncClient:
         image: np.ndarray | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece, None]:
         """Pieces of the answer as they come; the last has the event "end". Raises OmniError.
 
         Closing the iterator (or cancelling the task that waits for it) cancels the request at once.
@@ -118,7 +118,7 @@ class AsyncClient:
 
     # ---
     async def _control(self, pipeline: str, request: GenerateRequest) -> Piece:
-        async with aclosing(self.generate(pipeline, request, timeout_s=CONTROL_TIMEOUT_S)) as pieces:  # pyright: ignore[reportArgumentType]
+        async with aclosing(self.generate(pipeline, request, timeout_s=CONTROL_TIMEOUT_S)) as pieces:
             async for piece in pieces:
                 return piece
         raise AssertionError("generate ends with a piece or an error")
@@ -156,5 +156,3 @@ def _unary_failure(error: InferenceServerException) -> OmniError:
     if status == "UNAVAILABLE" or "Deadline" in error.message():
         return wire.from_line(f"[unavailable] {error.message()}")
     return failures.of_triton(error.message())
-
-

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m client.openai`: the OpenAI proxy in front of a Triton server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+
+import uvicorn
+
+from client.connection import AsyncClient
+from client.openai.app import Settings, make_app
+
+API_KEY_VARIABLE = "TRITON_OMNI_API_KEY"
+GRACE_S = 5
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m client.openai", description=__doc__)
+    add = parser.add_argument
+    add("--triton", default="127.0.0.1:8001", metavar="HOST:PORT", help="Triton's gRPC service (%(default)s)")
+    add("--metrics", default="", metavar="HOST:PORT", help="Triton's metrics service, shown on /metrics")
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--port", type=int, default=9000, help="port to listen on (%(default)s)")
+    add("--api-key", default=os.environ.get(API_KEY_VARIABLE, ""), help=f"clients must send it; or ${API_KEY_VARIABLE}")
+    add(
+        "--model", action="append", default=[], metavar="[ALIAS=]PIPELINE",
+        help="serve this pipeline, under another name if given; may be repeated (default: all public models)",
+    )  # fmt: skip
+    add("--header", action="append", default=[], metavar="NAME=VALUE", help="sent to Triton with every call")
+    return parser
+
+
+def pairs(given: list[str]) -> dict[str, str]:
+    """ALIAS=PIPELINE, or a name that stands for itself."""
+    return {left: right or left for left, _, right in (item.partition("=") for item in given)}
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Serve until a signal comes."""
+    page = options.metrics
+    url = "" if not page else page if "://" in page else f"http://{page}/metrics"
+    settings = Settings(pairs(options.model), options.api_key, url)
+    # gRPC's channel belongs to the loop that it is made in, so it is made here.
+    app = make_app(AsyncClient(options.triton, pairs(options.header)), settings)
+    config = uvicorn.Config(
+        app, options.host, options.port, loop="asyncio", log_level="info", timeout_graceful_shutdown=GRACE_S
+    )
+    await uvicorn.Server(config).serve()
+
+
+def main() -> None:
+    """Run the proxy."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    asyncio.run(serve(arguments().parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The body of /v1/chat/completions → a checked ChatCall. Every field is read here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from backends.wire import GenerateRequest, Sampling
+from client.openai import extras
+from client.openai.audio import MEDIA_TYPES
+from client.openai.calls import Call
+from client.openai.errors import invalid, missing, unsupported
+from client.openai.fields import IGNORED, Fields
+from client.openai.messages import Reader
+
+MAX_STOPS = 4
+MAX_TOKENS = 1 << 24
+MODALITIES = ("text", "audio")
+AUDIO_FORMATS = tuple(k for k in MEDIA_TYPES if k != "pcm")
+PARAMS = {"voice": "audio.voice", "sampling.json_schema": "response_format", "sampling.logprobs": "top_logprobs"}
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """A chat as the client wants it answered.
+
+    audio_format  None: text only; else the text comes as the transcript of speech
+    top_logprobs  None: no log-probabilities
+    """
+
+    call: Call
+    is_stream: bool
+    with_usage: bool
+    audio_format: str | None
+    top_logprobs: int | None
+
+
+async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
+    """The call. Raises ApiError naming the parameter."""
+    model = fields.text("model", needed=True) or ""
+    raw_messages = fields.items("messages", needed=True) or []
+    is_stream, with_usage = _stream(fields)
+    voice, audio_format = _audio(fields, is_stream)
+    top_logprobs = _logprobs(fields)
+    _only_one_choice(fields)
+    limit, limit_param = _max_tokens(fields)
+    sampling = Sampling(
+        max_tokens=limit,
+        stop=_stop(fields),
+        json_schema=_json_schema(fields),
+        temperature=fields.number("temperature", 0, 2),
+        top_p=_top_p(fields),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2),
+        presence_penalty=fields.number("presence_penalty", -2, 2),
+        seed=fields.integer("seed", -(2**63), 2**63 - 1),
+        logit_bias=_logit_bias(fields),
+        logprobs=top_logprobs,
+        **extras.sampling(fields),
+    )
+    tools = _tools(fields)
+    options = extras.request(fields)
+    fields.nothing_else(IGNORED)
+    messages = await reader.read(raw_messages)
+    request = GenerateRequest(
+        operation="chat",
+        messages=messages,
+        modalities=("text",) if audio_format is None else MODALITIES,
+        voice=voice,
+        sampling=sampling,
+        tools=tools,
+        **options,
+    )
+    params = PARAMS | {"sampling.max_tokens": limit_param}
+    call = Call(model, request, params, reader.media.audio, reader.media.image)
+    return ChatCall(call, is_stream, with_usage, audio_format, top_logprobs)
+
+
+def _stream(fields: Fields) -> tuple[bool, bool]:
+    is_stream = fields.flag("stream")
+    options = fields.inner("stream_options")
+    if options is None:
+        return is_stream, False
+    if not is_stream:
+        raise invalid("stream_options", "'stream_options' is only for streams: set 'stream' to true.")
+    with_usage = options.flag("include_usage")
+    options.flag("include_obfuscation")
+    options.nothing_else()
+    return is_stream, with_usage
+
+
+def _audio(fields: Fields, is_stream: bool) -> tuple[str | None, str | None]:
+    """(voice, format); (None, None) for text alone."""
+    modalities = fields.items("modalities")
+    for i, modality in enumerate(modalities or ()):
+        if modality not in MODALITIES:
+            raise unsupported(f"modalities[{i}]", f"Modality {modality!r} is not one of {', '.join(MODALITIES)}.")
+    audio = fields.inner("audio")
+    if modalities is not None and not modalities:
+        raise invalid("modalities", "'modalities' must name at least one output.")
+    if "audio" not in (modalities or ()):
+        if audio is not None:
+            raise invalid("audio", "'audio' is only for answers with speech: add 'audio' to 'modalities'.")
+        return None, None
+    if audio is None:
+        raise missing("audio")
+    kind = audio.choice("format", AUDIO_FORMATS)
+    if kind is None:
+        raise missing("audio.format")
+    if is_stream and kind != "pcm16":
+        raise unsupported("audio.format", f"Streams carry audio as 'pcm16', not '{kind}'.")
+    voice = voice_of(audio)
+    audio.nothing_else()
+    return voice, kind
+
+
+def voice_of(fields: Fields) -> str:
+    """A voice's name, given as a string or as {"id": name}."""
+    value = fields.take("voice")
+    if isinstance(value, dict):
+        value = value.get("id")
+    if value is None:
+        raise missing(fields.name("voice"))
+    if not isinstance(value, str) or not value:
+        raise invalid(fields.name("voice"), "A voice is named by a string.", "invalid_type")
+    return value
+
+
+def _logprobs(fields: Fields) -> int | None:
+    wanted = fields.flag("logprobs")
+    top = fields.integer("top_logprobs", 0, 20)
+    if top is not None and not wanted:
+        raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
+    return (top or 0) if wanted else None
+
+
+def _only_one_choice(fields: Fields) -> None:
+    n = fields.integer("n", 1, 128)
+    if n not in (None, 1):
+        raise unsupported("n", f"This server makes one choice per request: 'n' must be 1, not {n}.")
+
+
+def _max_tokens(fields: Fields) -> tuple[int | None, str]:
+    """(limit, the parameter that gave it); the newer name wins."""
+    newer = fields.integer("max_completion_tokens", 1, MAX_TOKENS)
+    older = fields.integer("max_tokens", 1, MAX_TOKENS)
+    return (newer, "max_completion_tokens") if newer is not None else (older, "max_tokens")
+
+
+def _top_p(fields: Fields) -> float | None:
+    top_p = fields.number("top_p", 0, 1)
+    return 1e-6 if top_p == 0 else top_p  # OpenAI allows 0 for "the most probable token"; ours is greater than 0
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.take("stop")
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
+        raise invalid("stop", "'stop' must be a string or an array of strings.", "invalid_type")
+    if len(stops) > MAX_STOPS:
+        raise invalid("stop", f"'stop' may have {MAX_STOPS} strings, not {len(stops)}.")
+    if "" in stops:
+        raise invalid("stop", "A stop string must not be empty.")
+    return tuple(stops)
+
+
+def _logit_bias(fields: Fields) -> dict[str, float]:
+    bias = fields.record("logit_bias") or {}
+    inner = Fields(bias, "logit_bias")
+    for token in bias:
+        if not (token.isascii() and token.isdecimal()):
+            raise invalid("logit_bias", f"'logit_bias' has token ids as keys, not {token!r}.")
+    return {token: inner.number(token, -100, 100) or 0.0 for token in bias}
+
+
+def _json_schema(fields: Fields) -> dict[str, Any] | None:
+    form = fields.inner("response_format")
+    if form is None:
+        return None
+    kind = form.choice("type", ("text", "json_object", "json_schema"))
+    if kind is None:
+        raise missing("response_format.type")
+    if kind != "json_schema":
+        return {"type": "object"} if kind == "json_object" else None
+    outer = form.inner("json_schema")
+    schema = None if outer is None else outer.record("schema")
+    if schema is None:
+        raise missing("response_format.json_schema.schema")
+    return schema
+
+
+def _tools(fields: Fields) -> tuple[dict[str, Any], ...]:
+    tools = fields.items("tools") or []
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+            raise unsupported(f"tools[{i}]", "Only tools of the type 'function' are supported.")
+    choice = fields.take("tool_choice")
+    fields.flag("parallel_tool_calls")
+    if choice not in (None, "none", "auto"):
+        raise unsupported("tool_choice", "'tool_choice' may be 'none' or 'auto'.")
+    if choice == "auto" and not tools:
+        raise invalid("tool_choice", "'tool_choice' needs 'tools'.")
+    return () if choice == "none" else tuple(tools)
