@@ -7,6 +7,7 @@ import argparse
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from backends.supervisor import rundir
@@ -70,10 +71,19 @@ def new_log(home: Home, name: str) -> Path:
     return home.logs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
 
 
+def public_models(repositories: Sequence[Path]) -> list[str]:
+    """Models that are configured with a pipeline and no stage: the ones clients call."""
+    configs = {path.parent.name: path.read_text() for r in repositories for path in sorted(r.glob("*/config.pbtxt"))}
+    return [name for name, text in configs.items() if 'key: "pipeline"' in text and 'key: "stage"' not in text]
+
+
 def proxy_command(launch: Launch) -> list[str]:
-    """The OpenAI proxy beside the server."""
-    triton = f"{launch.api().host}:{launch.ports.grpc}"
-    options = ["--triton", triton, "--host", launch.host, "--port", str(launch.ports.openai)]
+    """The OpenAI proxy beside the server. It is told the pipelines: the index of models needs the key."""
+    own = launch.api().host
+    options = ["--triton", f"{own}:{launch.ports.grpc}", "--metrics", f"{own}:{launch.ports.metrics}"]
+    options += ["--host", launch.host, "--port", str(launch.ports.openai)]
+    for name in public_models(launch.repositories):
+        options += ["--model", name]
     return [launch.server.environment[ENGINE_PYTHON_VARIABLE], "-m", "client.openai", *options]
 
 
