@@ -20,8 +20,10 @@ import re
 
 import msgspec
 
-_LINE = re.compile(r"^\[([a-z_]+)(?::([^\]]*))?\] ?(.*)$", re.DOTALL)
+_PLACE = r"(?:[^\[\]]|\[[^\[\]]*\])*"  # may hold pairs of brackets: messages[0].content[1]
+_LINE = re.compile(rf"\[([a-z_]+)(?::({_PLACE}))?\] ?(.*)", re.DOTALL)
 MAX_MESSAGE_CHARS = 2000  # an error line travels in a gRPC status field; longer texts help nobody
+MAX_WHERE_CHARS = 200  # a place may be a key that the client made up
 
 
 class OmniError(Exception):
@@ -33,12 +35,15 @@ class OmniError(Exception):
     def __init__(self, message: str, where: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message[:MAX_MESSAGE_CHARS]
-        self.where = where
+        self.where = where[:MAX_WHERE_CHARS]
         self.retry_after_s = retry_after_s
 
     def line(self) -> str:
         """This error as one wire line."""
-        return f"[{self.code}:{self.where}] {self.message}" if self.where else f"[{self.code}] {self.message}"
+        where = self.where
+        if not re.fullmatch(_PLACE, where):  # a bracket of the client's without its other half
+            where = re.sub(r"[\[\]]", "_", where)
+        return f"[{self.code}:{where}] {self.message}" if where else f"[{self.code}] {self.message}"
 
 
 class BadRequest(OmniError):
@@ -81,7 +86,7 @@ BY_CODE: dict[str, type[OmniError]] = {
 
 def from_line(line: str) -> OmniError:
     """The error a wire line stands for; text that is not of our form becomes `Internal`."""
-    match = _LINE.match(line)
+    match = _LINE.fullmatch(line)
     if match is None or match[1] not in BY_CODE:
         return Internal(line)
     return BY_CODE[match[1]](match[3], match[2] or "")

@@ -52,7 +52,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    seed: int | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: tuple[str, ...] = ()
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
@@ -123,7 +123,7 @@ def decode_request(data: bytes) -> GenerateRequest:
         if not field and "unknown field" in message:  # msgspec names the key in the text, not in the path
             field = message.split("`")[1]
         raise BadRequest(message, field or "request") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"not valid JSON: {error}", "request") from None
 
 

@@ -199,9 +199,9 @@ class Request:
             case Failed(stage, error, lost):
                 return self._closed(stage, lost, error)
             case Cancelled(reason):
-                return self._end(Outcome.CANCELLED, CancelledError(reason)) + self._done()
+                return self._cut(Outcome.CANCELLED, CancelledError(reason))
             case Expired(error):
-                return self._end(Outcome.FAILED, error) + self._done()
+                return self._cut(Outcome.FAILED, error)
 
     def _open_next(self) -> list[Action]:
         """Open the next stage, unless one is still opening or the request is over."""
@@ -230,8 +230,9 @@ class Request:
     def _finished(self, stage: str, reason: str, usage: dict[str, float]) -> list[Action]:
         if self.runs[stage] not in (RunState.OPENING, RunState.RUNNING):
             return []
-        if reason == STOPPED and self.outcome is None:
-            return self._closed(stage, lost=False, error=StageFailed("stopped without being asked to", stage))
+        if self.outcome is None and (reason == STOPPED or self.runs[stage] is RunState.OPENING):
+            text = "stopped without being asked to" if reason == STOPPED else "ended before it was accepted"
+            return self._closed(stage, lost=False, error=StageFailed(text, stage))
         self.runs[stage] = RunState.CLOSED
         if self.outcome is None:
             self.reasons[stage] = reason
@@ -246,8 +247,12 @@ class Request:
         if self.runs[stage] not in (RunState.OPENING, RunState.RUNNING):
             return []
         self.runs[stage] = RunState.CLOSED
-        ended = self._end(Outcome.FAILED, error if error.where else StageFailed(error.message, stage))
+        ended = self._end(Outcome.FAILED, error if error.where else type(error)(error.message, stage))
         return [Close(stage, lost), *ended, *self._done()]
+
+    def _cut(self, outcome: Outcome, error: OmniError) -> list[Action]:
+        """End from outside; nothing if the request has ended already."""
+        return self._end(outcome, error) + self._done() if self.outcome is None else []
 
     def _end(self, outcome: Outcome, error: OmniError | None = None) -> list[Action]:
         if self.outcome is not None:

@@ -220,21 +220,21 @@ class Orchestrator:
         peer, chunk = item
         live.first_s.setdefault(output, live.heard_s)
         self.metrics.sent(output, index, live.heard_s - live.arrived_s)
+        nbytes = chunk.nbytes
+        live.waiting += nbytes
         if live.collected is not None:
             live.collected.add(chunk)
             peer.release(chunk)
-            return
-        nbytes = chunk.nbytes
-        live.waiting += nbytes
-        stage = self.pipeline.output(output).stage
-        meta = {key: value for key, value in chunk.meta.items() if key != "text"}
-        event = Event(output, live.arrival.request_id, output, stage, index, meta)  # pyright: ignore[reportArgumentType]
-        run, post = live.run, self.hub.post
-        live.arrival.front.send(
-            Piece(event, chunk.meta.get("text"), chunk.tensors), lambda: post(_Sent(run, peer, chunk, nbytes))
-        )
+        else:
+            stage = self.pipeline.output(output).stage
+            meta = {key: value for key, value in chunk.meta.items() if key != "text"}
+            event = Event(output, live.arrival.request_id, output, stage, index, meta)  # pyright: ignore[reportArgumentType]
+            run, post = live.run, self.hub.post
+            live.arrival.front.send(
+                Piece(event, chunk.meta.get("text"), chunk.tensors), lambda: post(_Sent(run, peer, chunk, nbytes))
+            )
         if live.waiting > self.deploy.max_output_bytes:
-            slow = TooBusy(f"{live.waiting} bytes of output wait to be read", "max_output_bytes")
+            slow = TooBusy(f"{live.waiting} bytes of output wait to be taken", "max_output_bytes")
             self._apply(live, life.Expired(slow))
 
     def _on_progress(self, run: bytes, stage: str, meta: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ class BlsOpener:
             except OmniError as error:
                 failed(error)
             except pb.TritonModelException as error:  # the model is not loaded, or its stub is dead
-                failed(Unavailable(_first_line(error), call.model))
+                failed(Unavailable(_first_line(error)))
             else:
                 opened(handle)
 
@@ -100,7 +100,7 @@ def _exec(call: OpenCall) -> Any:
     first = next(iterator)
     if first.has_error():
         error = from_line(first.error().message())
-        raise error if type(error) is not BY_CODE["internal"] else Unavailable(error.message, call.model)
+        raise error if type(error) is not BY_CODE["internal"] else Unavailable(error.message)
     return iterator
 
 
