@@ -22,6 +22,7 @@ The short form takes its options as Triton request parameters, named as in `SHOR
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -144,11 +145,14 @@ def _parameter(key: str, value: Any, kind: type) -> Any:
             return [item for item in str(value).split(",") if item]
         if kind is dict:
             return msgspec.json.decode(str(value), type=dict[str, Any])
-        if kind is int and (isinstance(value, bool) or int(value) != float(value)):
+        if kind is not str and (isinstance(value, bool) or not math.isfinite(float(value))):
+            raise ValueError(value)  # JSON has no word for these: they would turn into "not given"
+        if kind is int and int(value) != float(value):
             raise ValueError(value)
         return kind(value)
-    except (ValueError, TypeError, msgspec.MsgspecError):
-        raise BadRequest(f"parameter '{key}' must be {kind.__name__}, not {value!r}", key) from None
+    except (ValueError, TypeError, ArithmeticError, RecursionError, msgspec.MsgspecError):
+        shown = repr(value)[:100]
+        raise BadRequest(f"parameter '{key}' must be {kind.__name__}, not {shown}", key) from None
 
 
 def with_stream(request: GenerateRequest, stream: bool) -> GenerateRequest:

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline graphs: what is needed for what, in which order, and graphs that make no sense."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from backends.core.chunk import Chunk
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest, Message, Part
+from backends.core.pipeline import (
+    Edge,
+    EngineContext,
+    Operation,
+    Output,
+    Pipeline,
+    Stage,
+    no_environment,
+    whole_chunk,
+)
+
+
+def _no_engine(context):
+    raise NotImplementedError
+
+
+def stages(*names, **media):
+    return tuple(Stage(name, _no_engine, media=media.get(name, "")) for name in names)
+
+
+CHAT = Pipeline(
+    "chat",
+    stages("ear", "thinker", "talker", "voice", ear="audio"),
+    (Edge("ear", "thinker"), Edge("thinker", "talker"), Edge("talker", "voice")),
+    (Output("text", "thinker"), Output("audio", "voice")),
+    (Operation("chat", "thinker", ("text", "audio")), Operation("speech", "talker", ("audio",))),
+)
+
+
+def ask(operation="chat", modalities=(), content="hi"):
+    return GenerateRequest(operation, (Message("user", content),), modalities=modalities)
+
+
+@pytest.mark.parametrize(
+    ("request_", "needed"),
+    [
+        (ask(modalities=("text",)), {"thinker"}),
+        (ask(modalities=("audio",)), {"thinker", "talker", "voice"}),
+        (ask(), {"thinker", "talker", "voice"}),
+        (ask("speech"), {"talker", "voice"}),
+        (ask(content=(Part("audio", length=1),), modalities=("text",)), {"ear", "thinker"}),
+        (ask(content=(Part("image", shape=(1,)),), modalities=("text",)), {"thinker"}),
+    ],
+)
+def test_only_stages_on_the_way_are_needed(request_, needed):
+    assert CHAT.needed(request_) == needed
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "words"),
+    [
+        (ask("sing"), "operation", "this pipeline has: chat, speech"),
+        (ask(modalities=("smell",)), "modalities", "makes: audio, text"),
+        (ask("speech", ("text",)), "modalities", "operation 'speech' makes: audio"),
+        (ask(modalities=("text", "")), "modalities", "unknown modality ''"),
+    ],
+)
+def test_what_the_pipeline_cannot_do_is_named(request_, field, words):
+    with pytest.raises(BadRequest, match=words) as caught:
+        CHAT.wanted(request_)
+    assert caught.value.where == field
+
+
+def test_consumers_come_first_in_every_subset_of_every_graph():
+    names = "abcd"
+    possible = list(itertools.combinations(names, 2))  # edges go from earlier to later letters: no cycle
+    for chosen in itertools.product((False, True), repeat=len(possible)):
+        edges = tuple(Edge(*pair) for pair, yes in zip(possible, chosen, strict=True) if yes)
+        pipeline = Pipeline("p", stages(*names), edges, (), ())
+        order = pipeline.consumers_first(frozenset(names))
+        assert sorted(order) == list(names)
+        assert all(order.index(e.target) < order.index(e.source) for e in edges)
+
+
+def test_graph_lookups():
+    assert CHAT.upstream("thinker", ("thinker", "talker")) == frozenset()
+    assert CHAT.upstream("thinker", ("ear", "thinker")) == {"ear"}
+    assert CHAT.downstream("thinker", ("ear", "talker")) == {"talker"}
+    assert CHAT.model("voice") == "chat_voice"
+    assert CHAT.stage("ear").media == "audio"
+    assert CHAT.output("audio").stage == "voice"
+    assert CHAT.check(ask()) is None
+    assert no_environment(EngineContext("chat", "ear", {})) == {}
+    chunk = Chunk(b"r", "e")
+    assert whole_chunk(chunk) is chunk
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stages": stages("a", "a")},
+        {"edges": (Edge("a", "nowhere"),)},
+        {"edges": (Edge("nowhere", "a"),)},
+        {"edges": (Edge("a", "b"), Edge("b", "a"))},
+        {"edges": (Edge("a", "a"),)},
+        {"outputs": (Output("text", "nowhere"),)},
+        {"operations": (Operation("chat", "nowhere", ()),)},
+        {"operations": (Operation("chat", "a", ("smell",)),)},
+    ],
+)
+def test_a_graph_that_makes_no_sense_is_refused_at_once(change):
+    parts = {"stages": stages("a", "b"), "edges": (), "outputs": (Output("text", "b"),), "operations": ()} | change
+    with pytest.raises(AssertionError, match="p:"):
+        Pipeline("p", **parts)

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The request machine: its table, single lives, and 20,000 random ones."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from backends.core import request as life
+from backends.core.errors import Cancelled, DeadlineExceeded, StageFailed, Unavailable
+from backends.core.pipeline import Edge, Operation, Output, Pipeline, Stage
+from backends.core.request import (
+    STOPPED,
+    Accepted,
+    Arrived,
+    Close,
+    Done,
+    Emit,
+    End,
+    Expired,
+    Failed,
+    Finished,
+    Open,
+    OpenFailed,
+    Outcome,
+    Release,
+    Request,
+    RunState,
+    Started,
+    Stop,
+)
+
+
+def _no_engine(context):
+    raise NotImplementedError
+
+
+CHAIN = Pipeline(
+    "chain",
+    tuple(Stage(name, _no_engine) for name in ("thinker", "talker", "voice")),
+    (Edge("thinker", "talker"), Edge("talker", "voice")),
+    (Output("text", "thinker"), Output("audio", "voice")),
+    (Operation("chat", "thinker", ("text",)), Operation("speech", "talker", ("audio",))),
+)
+SPEAKS = ("thinker", "talker", "voice")
+OOPS = StageFailed("oops", "talker")
+
+
+def request(wanted=("text", "audio"), needed=SPEAKS, pipeline=CHAIN):
+    return Request(pipeline, frozenset(wanted), frozenset(needed))
+
+
+def after(*events, wanted=("text", "audio"), needed=SPEAKS):
+    """A request that has seen `events`."""
+    machine = request(wanted, needed)
+    for event in events:
+        machine.on(event)
+    return machine
+
+
+OPENED = (Started(), Accepted("voice"), Accepted("talker"), Accepted("thinker"))
+
+
+# --- the table: each event in each state of a run ------------------------------------------------------------------
+STATES = {
+    RunState.IDLE: (Started(),),  # of "talker": the consumer is still opening
+    RunState.OPENING: (Started(), Accepted("voice")),
+    RunState.RUNNING: OPENED,
+    RunState.CLOSED: (*OPENED, Finished("talker", "stop", {})),
+}
+END = End(Outcome.FAILED, "audio", "voice", "error", {}, OOPS)
+EARLY = End(Outcome.FAILED, "audio", "voice", "error", {}, StageFailed("ended before it was accepted", "talker"))
+IGNORED: list[object] = []
+TABLE = {
+    (RunState.IDLE, Accepted): IGNORED,
+    (RunState.IDLE, Finished): IGNORED,
+    (RunState.IDLE, Failed): IGNORED,
+    (RunState.IDLE, OpenFailed): IGNORED,
+    (RunState.OPENING, Accepted): [Open("thinker")],
+    (RunState.OPENING, Finished): [Close("talker"), Stop("voice"), EARLY],
+    (RunState.OPENING, Failed): [Close("talker"), Stop("voice"), END],
+    (RunState.OPENING, OpenFailed): [Close("talker"), Stop("voice"), END],
+    (RunState.RUNNING, Accepted): IGNORED,
+    (RunState.RUNNING, Finished): [Close("talker")],
+    (RunState.RUNNING, Failed): [Close("talker"), Stop("voice"), Stop("thinker"), END],
+    (RunState.RUNNING, OpenFailed): [Close("talker"), Stop("voice"), Stop("thinker"), END],
+    (RunState.CLOSED, Accepted): IGNORED,
+    (RunState.CLOSED, Finished): IGNORED,
+    (RunState.CLOSED, Failed): IGNORED,
+    (RunState.CLOSED, OpenFailed): IGNORED,
+}
+EVENTS = {
+    Accepted: Accepted("talker"),
+    Finished: Finished("talker", "stop", {}),
+    Failed: Failed("talker", OOPS),
+    OpenFailed: OpenFailed("talker", OOPS),
+}
+
+
+def plain(actions):
+    """Actions with their error as text: errors are equal only to themselves."""
+    return [
+        (a.outcome, a.output, a.stage, a.finish_reason, a.usage, a.error.line())
+        if isinstance(a, End) and a.error
+        else a
+        for a in actions
+    ]
+
+
+@pytest.mark.parametrize(("state", "event"), TABLE, ids=lambda x: x.name if isinstance(x, RunState) else x.__name__)
+def test_table(state, event):
+    machine = after(*STATES[state])
+    assert machine.runs["talker"] is state
+    assert plain(machine.on(EVENTS[event])) == plain(TABLE[state, event])
+
+
+@pytest.mark.parametrize("event", [life.Cancelled("abort"), Expired(DeadlineExceeded("late", "queue"))])
+def test_a_request_that_never_started_ends_and_is_done(event):
+    machine = request()
+    [end, done] = machine.on(event)
+    assert (end.output, end.stage) == ("audio", "voice")
+    assert done == Done()
+    for more in (Started(), *OPENED, event, Arrived("text", 1)):
+        assert [a for a in machine.on(more) if not isinstance(a, Release)] == []
+
+
+# --- single lives --------------------------------------------------------------------------------------------------
+def test_a_whole_life():
+    machine = request()
+    assert machine.on(Started()) == [Open("voice")]
+    assert machine.on(Accepted("voice")) == [Open("talker")]
+    assert machine.on(Accepted("talker")) == [Open("thinker")]
+    assert machine.on(Accepted("thinker")) == []
+    assert machine.on(Arrived("text", "a")) == [Emit("text", 0, "a")]
+    assert machine.on(Arrived("audio", "b")) == [Emit("audio", 0, "b")]
+    assert machine.on(Arrived("text", "c")) == [Emit("text", 1, "c")]
+    assert machine.on(Finished("thinker", "length", {"tokens": 2})) == [Close("thinker")]
+    assert machine.on(Finished("talker", "stop", {"tokens": 3})) == [Close("talker")]
+    assert machine.on(Arrived("audio", "d")) == [Emit("audio", 1, "d")]
+    assert machine.on(Finished("voice", "stop", {"samples": 9})) == [
+        Close("voice"),
+        End(Outcome.COMPLETED, "audio", "voice", "length", {"tokens": 5, "samples": 9}),
+        Done(),
+    ]
+
+
+def test_text_alone_never_opens_a_speech_stage():
+    machine = request(["text"], ["thinker"])
+    assert machine.on(Started()) == [Open("thinker")]
+    assert machine.on(Accepted("thinker")) == []
+    assert machine.on(Finished("thinker", "stop", {})) == [
+        Close("thinker"), End(Outcome.COMPLETED, "text", "thinker", "stop", {}), Done()]  # fmt: skip
+
+
+def test_an_output_nobody_wants_is_released():
+    machine = after(Started(), Accepted("thinker"), wanted=["text"], needed=["thinker"])
+    assert machine.on(Arrived("audio", "x")) == [Release("x")]
+    assert machine.on(Arrived("nonsense", "y")) == [Release("y")]
+
+
+@pytest.mark.parametrize("wanted", [("text", "audio"), ("audio",), ("text",)])
+@pytest.mark.parametrize("cut", range(5))
+def test_an_abort_at_any_point_ends_under_the_requests_own_final_output(wanted, cut):
+    """#7006 I1, I2, I5: one end, of the stage and output this request asked for last."""
+    needed = SPEAKS if "audio" in wanted else ("thinker",)
+    machine = request(wanted, needed)
+    actions = []
+    for event in [Started(), *[Accepted(s) for s in machine.runs][:cut]]:
+        actions += machine.on(event)
+    actions += machine.on(life.Cancelled("abort"))
+    [end] = [a for a in actions if isinstance(a, End)]
+    assert (end.output, end.stage) == (("audio", "voice") if "audio" in wanted else ("text", "thinker"))
+    assert end.finish_reason == "abort"
+    assert isinstance(end.error, Cancelled)
+    assert machine.on(life.Cancelled("again")) == []
+
+
+def test_an_abort_after_the_text_has_ended_still_ends_the_audio():
+    """#7006 I4, I5: the text is not repeated, the audio gets the end."""
+    machine = after(*OPENED, Arrived("text", 1), Finished("thinker", "stop", {"tokens": 1}))
+    [stop_voice, stop_talker, end] = machine.on(life.Cancelled("abort"))
+    assert (stop_voice, stop_talker) == (Stop("voice"), Stop("talker"))
+    assert (end.outcome, end.output, end.stage) == (Outcome.CANCELLED, "audio", "voice")
+    assert end.usage == {"tokens": 1}
+    assert machine.on(Arrived("audio", "late")) == [Release("late")]
+    assert machine.on(Finished("talker", STOPPED, {"tokens": 99})) == [Close("talker")]
+    assert machine.on(Finished("voice", STOPPED, {})) == [Close("voice"), Done()]
+    assert machine.usage == {"tokens": 1}, "a stopped run's usage comes too late to be told"
+
+
+def test_a_run_accepted_after_the_end_is_stopped():
+    machine = after(Started(), Accepted("voice"))
+    assert machine.on(life.Cancelled("abort"))[0] == Stop("voice")
+    assert machine.on(Accepted("talker")) == [Stop("talker")]
+    assert machine.on(Finished("voice", STOPPED, {})) == [Close("voice")]
+    assert machine.on(Finished("talker", STOPPED, {})) == [Close("talker"), Done()]
+
+
+def test_completion_stops_what_still_runs():
+    machine = after(*OPENED)
+    machine.on(Finished("thinker", "stop", {}))
+    actions = machine.on(Finished("voice", "stop", {}))  # the vocoder met the end of speech first
+    assert [type(a) for a in actions] == [Close, Stop, End]
+    assert actions[1] == Stop("talker")
+    assert machine.on(Finished("talker", STOPPED, {})) == [Close("talker"), Done()]
+
+
+def test_a_run_that_stops_without_being_asked_is_a_failure():
+    actions = after(*OPENED).on(Finished("talker", STOPPED, {}))
+    [end] = [a for a in actions if isinstance(a, End)]
+    assert end.outcome is Outcome.FAILED
+    assert end.error.line() == "[stage_failed:talker] stopped without being asked to"
+
+
+def test_a_failure_that_names_no_place_gets_the_stages():
+    actions = after(*OPENED).on(Failed("voice", Unavailable("no"), lost=True))
+    assert actions[0] == Close("voice", lost=True)
+    [end] = [a for a in actions if isinstance(a, End)]
+    assert end.error.where == "voice"
+
+
+def test_a_run_that_ends_before_it_is_accepted_is_a_failure():
+    """Nothing may wait for ever: its producers cannot be opened, they need its address."""
+    machine = after(Started())
+    close, end, done = machine.on(Finished("voice", "stop", {}))
+    assert (close, done) == (Close("voice"), Done())
+    assert end.error.line() == "[stage_failed:voice] ended before it was accepted"
+
+
+def test_every_way_a_request_can_fail_names_one_error():
+    for event in (Failed("talker", OOPS), OpenFailed("talker", OOPS), Expired(OOPS)):
+        [end] = [a for a in after(*OPENED).on(event) if isinstance(a, End)]
+        assert end.error is OOPS
+        assert end.finish_reason == "error"
+
+
+# --- random lives --------------------------------------------------------------------------------------------------
+DIAMOND = Pipeline(
+    "diamond",
+    tuple(Stage(name, _no_engine) for name in ("ear", "brain", "pen", "mouth")),
+    (Edge("ear", "brain"), Edge("brain", "pen"), Edge("brain", "mouth"), Edge("pen", "mouth")),
+    (Output("text", "brain"), Output("image", "pen"), Output("audio", "mouth")),
+    (Operation("chat", "brain", ("text",)),),
+)
+CASES = (
+    (CHAIN, ("text", "audio"), SPEAKS),
+    (CHAIN, ("audio",), SPEAKS),
+    (CHAIN, ("text",), ("thinker",)),
+    (CHAIN, ("audio",), ("talker", "voice")),
+    (DIAMOND, ("text", "image", "audio"), ("ear", "brain", "pen", "mouth")),
+    (DIAMOND, ("image",), ("brain", "pen")),
+)
+
+
+class World:
+    """Everything outside the machine, behaving as badly as it may; checks what the machine decides."""
+
+    def __init__(self, rng, pipeline, wanted, needed):
+        self.rng = rng
+        self.machine = request(wanted, needed, pipeline)
+        self.outputs = {o.name: o.stage for o in pipeline.outputs}
+        self.asked, self.accepted, self.stopped, self.closed = set(), set(), set(), set()
+        self.items = Counter()
+        self.made = 0
+        self.end = None
+        self.done = False
+        self.emitted = Counter()
+
+    def tell(self, event):
+        if isinstance(event, Arrived):
+            self.made += 1
+        actions = self.machine.on(event)
+        for action in actions:
+            assert not self.done, "something after Done"
+            self.take(action)
+        if self.end is None and not isinstance(event, Started):
+            waiting = self.asked - self.closed
+            assert waiting or not self.asked, "nothing will ever happen again"
+
+    def take(self, action):
+        match action:
+            case Open(stage):
+                assert self.end is None
+                assert stage in self.machine.needed
+                assert stage not in self.asked, "opened twice"
+                assert not self.asked - self.accepted - self.closed, "one at a time"
+                downstream = self.machine.pipeline.downstream(stage, self.machine.needed)
+                assert downstream <= self.accepted | self.closed, "consumers first"
+                self.asked.add(stage)
+            case Emit(output, index, item):
+                assert self.end is None
+                assert output in self.machine.wanted
+                assert index == self.emitted[output], "in order, without gaps"
+                self.emitted[output] += 1
+                self.items[item] += 1
+            case Release(item):
+                self.items[item] += 1
+            case Stop(stage):
+                assert stage in self.accepted - self.closed
+                assert stage not in self.stopped, "stopped twice"
+                self.stopped.add(stage)
+            case Close(stage):
+                assert stage in self.asked
+                assert stage not in self.closed, "closed twice"
+                self.closed.add(stage)
+            case End():
+                assert self.end is None, "two ends"
+                self.end = action
+                assert (
+                    action.output
+                    == [o.name for o in self.machine.pipeline.outputs if o.name in self.machine.wanted][-1]
+                )
+                assert action.stage == self.outputs[action.output]
+            case Done():
+                assert self.end is not None
+                assert self.closed == self.asked
+                self.done = True
+
+    def step(self):
+        """One thing that may happen now."""
+        rng, opening = self.rng, self.asked - self.accepted - self.closed
+        running = self.accepted - self.closed
+        dice = rng.random()
+        if opening and dice < 0.35:
+            stage = next(iter(opening))
+            if rng.random() < 0.93:
+                self.accepted.add(stage)
+                self.tell(Accepted(stage))
+            else:
+                kind = rng.choice((OpenFailed, Failed))
+                self.tell(kind(stage, OOPS))
+        elif running and dice < 0.55:
+            stage = rng.choice(sorted(running))
+            late = stage in self.stopped and rng.random() < 0.8
+            self.tell(Finished(stage, STOPPED if late else rng.choice(("stop", "length")), {"n": 1}))
+        elif running and dice < 0.58:
+            self.tell(Failed(rng.choice(sorted(running)), OOPS, rng.random() < 0.5))
+        elif dice < 0.60:
+            self.tell(rng.choice((life.Cancelled("abort"), Expired(OOPS))))
+        elif dice < 0.65 and self.asked:  # late or repeated news of any stage
+            stage = rng.choice(sorted(self.asked))
+            if stage in self.closed:
+                late = (
+                    Accepted(stage),
+                    Finished(stage, "stop", {}),
+                    Failed(stage, OOPS, True),
+                    OpenFailed(stage, OOPS),
+                )
+                self.tell(rng.choice(late))
+        else:
+            self.tell(Arrived(rng.choice(list(self.outputs)), self.made))
+
+
+def test_random_lives():
+    rng = random.Random(20_260)
+    outcomes = Counter()
+    for _ in range(20_000):
+        world = World(rng, *rng.choice(CASES))
+        if rng.random() < 0.98:
+            world.tell(Started())
+        for _ in range(400):
+            if world.done:
+                break
+            world.step()
+        assert world.done, "a life that does not end"
+        for event in (life.Cancelled("late"), Expired(OOPS), Arrived("text", world.made), Started()):
+            if isinstance(event, Arrived):
+                world.done = False  # a late item is still released
+                world.tell(event)
+                world.done = True
+            else:
+                assert world.machine.on(event) == []
+        assert set(world.items) == set(range(world.made))
+        assert set(world.items.values()) <= {1}, "an item handled twice"
+        assert world.closed == world.asked
+        outcomes[world.end.outcome] += 1
+    assert all(outcomes[outcome] > 1_000 for outcome in Outcome), outcomes
