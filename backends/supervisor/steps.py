@@ -108,7 +108,7 @@ def model_step(context: Context, builder: Path) -> Step:
         f"models-{pipeline}",
         f"convert the weights of '{pipeline}' (about a minute)",
         lambda: build_models(context, pipeline),
-        inputs=[builder, *([requirements] if requirements.is_file() else [])],
+        inputs=[*sorted(builder.parent.glob("*.py")), *([requirements] if requirements.is_file() else [])],
         results=[context.home.models],
     )
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -17,7 +19,7 @@ from types import FrameType
 from backends.control import probe
 from backends.control.records import InstanceRecord, read_records, remove_record
 from backends.supervisor import processes, rundir
-from backends.supervisor.launch import Launch, log_errors
+from backends.supervisor.launch import Launch, log_errors, log_tail
 from backends.supervisor.locate import RUN_DIR_VARIABLE
 from backends.supervisor.problem import Problem
 from backends.supervisor.stamps import Say
@@ -26,7 +28,8 @@ from backends.supervisor.watch import Action, GiveUp, Observation, Reload, Resta
 TURN_S = 1.0
 PROBE_TIMEOUT_S = 2.0
 PROXY_PATIENCE_S = 10.0
-PROXY_WAIT_S = 2.0  # between two starts of a proxy that ends at once
+PROXY_WAIT_S = 5.0  # between two starts of a proxy that ends at once
+PROXY_START_TIMEOUT_S = 60.0
 UNLOAD_TIMEOUT_S = 15.0  # an unload waits for the model's open requests; `load` is tried all the same
 STOP_MARGIN_S = 10.0
 
@@ -92,7 +95,8 @@ class Supervisor:
             if not self._start_server():
                 return 0
             self._start_proxy()
-            self._ready()
+            if not self.stopping.event.is_set():
+                self._ready()
             return self._look_after()
         finally:
             self._end()
@@ -231,12 +235,30 @@ class Supervisor:
         with self.plan.proxy_log.open("ab") as sink:
             environment = {**os.environ, RUN_DIR_VARIABLE: str(launch.run_dir.path)}
             self._proxy = processes.start(list(self.plan.proxy), environment, sink.fileno(), str(launch.run_dir.path))
+        if not self._proxy_listens(self._proxy) and not self.stopping.event.is_set():
+            processes.stop(self._proxy, 0.0)
+            log = self.plan.proxy_log
+            raise Problem(f"the proxy does not start; it says:\n{log_tail(log)}", f"the whole log is {log}")
+
+    def _proxy_listens(self, proxy: subprocess.Popen[bytes]) -> bool:
+        """Wait until the proxy takes connections; False if it ended, did not come up in time, or we are to stop."""
+        api, port = self.plan.launch.api(), self.plan.launch.ports.openai
+        start = time.monotonic()
+        while not self.stopping.event.wait(0.1) and time.monotonic() - start < PROXY_START_TIMEOUT_S:
+            if proxy.poll() is not None:
+                return False
+            with contextlib.suppress(OSError), socket.create_connection((api.host, port), 1.0):
+                return True
+        return False
 
     def _look_after_proxy(self) -> None:
         if self._proxy is not None and self._proxy.poll() is not None and time.monotonic() > self._proxy_not_before_s:
             self._say(f"the proxy ended with code {self._proxy.returncode}; starting it again ({self.plan.proxy_log})")
-            self._start_proxy()
-            self._ready()
+            try:
+                self._start_proxy()
+                self._ready()
+            except Problem as problem:
+                self._say(problem.what)
 
     # --- ending --------------------------------------------------------------------------------------------------
     def _end_server(self, patience_s: float) -> None:
