@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.pipelines.chat import smollm2
+from backends.pipelines.chat import codebooks, smollm2, whisper
 
 MARKER = "BUILT"
 
@@ -35,7 +35,11 @@ class Model:
         return f"{self.source.name} {(packages / self.source).stat().st_size} recipe {self.recipe}\n"
 
 
-MODELS = (Model("smollm2-135m-instruct", smollm2.GGUF, 1, smollm2.build),)
+MODELS = (
+    Model("smollm2-135m-instruct", smollm2.GGUF, 1, smollm2.build),
+    Model("whisper-tiny-en", whisper.MODEL_BIN, 1, whisper.build),
+    Model("hibari-rvq", codebooks.NETWORK, 1, codebooks.build),
+)
 
 
 def ensure(model: Model, packages: Path, out: Path) -> bool:
@@ -52,6 +56,8 @@ def ensure(model: Model, packages: Path, out: Path) -> bool:
         draft.mkdir(parents=True)
         model.build(packages, draft)
         (draft / MARKER).write_text(mark, encoding="utf-8")
+        for file in draft.iterdir():
+            file.chmod(0o644)  # safetensors writes for its owner alone; the server may be another user
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
     finally:

