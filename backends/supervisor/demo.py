@@ -21,7 +21,6 @@ from backends.supervisor.problem import Problem
 from backends.supervisor.stamps import Say
 
 QUESTION = "What is the capital of France? Tell me a little about it."
-PICTURE = "a red circle above a blue square"
 SPEECH_HZ = 24000  # OpenAI's pcm16 is always 24 kHz mono
 READY_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 300.0
@@ -31,7 +30,7 @@ SPEAKING, PAINTING = "chat", "image"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `demo`."""
     parser.add_argument("--prompt", default=QUESTION, help="what to ask")
-    parser.add_argument("--picture", default=PICTURE, help="what to paint, where an image pipeline is")
+    parser.add_argument("--picture", default="", help="what to paint; else the example that the model gives of itself")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers")
 
 
@@ -85,7 +84,7 @@ def speak(client: Any, prompt: str, out: Path, say: Say) -> list[Path]:
         model=SPEAKING,
         messages=[{"role": "user", "content": prompt}],
         modalities=["text", "audio"],
-        audio={"voice": voice_of(client, SPEAKING), "format": "pcm16"},
+        audio={"voice": fact_of(client, SPEAKING, "voices", ["default"])[0], "format": "pcm16"},
         max_tokens=120,
         stream=True,
     )
@@ -118,11 +117,9 @@ def _audio_part(delta: Any, name: str) -> str:
     return audio.get(name) or ""
 
 
-def voice_of(client: Any, model: str) -> str:
-    """The first voice that the model list names for a model."""
-    entry = client.models.retrieve(model)
-    voices = (entry.model_extra or {}).get("voices") or ["default"]
-    return str(voices[0])
+def fact_of(client: Any, model: str, name: str, default: Any) -> Any:
+    """What the model list says of a model beyond OpenAI's own fields."""
+    return (client.models.retrieve(model).model_extra or {}).get(name) or default
 
 
 def write_wav(path: Path, pcm: bytes) -> None:
@@ -136,6 +133,7 @@ def write_wav(path: Path, pcm: bytes) -> None:
 
 def paint(client: Any, prompt: str, out: Path, say: Say) -> Path:
     """Ask for a picture; writes picture.png."""
+    prompt = prompt or fact_of(client, PAINTING, "example", "a picture")
     say(f"\npainting: {prompt}")
     start = time.monotonic()
     answer = client.images.generate(model=PAINTING, prompt=prompt, response_format="b64_json", n=1)
