@@ -267,8 +267,13 @@ class Supervisor:
         if self._server is not None:
             processes.stop(self._server, patience_s)
             self._server = None
-        left = [pid for pid in processes.marked(run_dir.mark) if self._proxy is None or pid != self._proxy.pid]
-        if left:
+
+        def left_behind() -> list[int]:
+            return [pid for pid in processes.marked(run_dir.mark) if self._proxy is None or pid != self._proxy.pid]
+
+        if patience_s:  # workers go by themselves when their stub has gone
+            processes.wait_until(lambda: not left_behind(), processes.LEFTOVER_PATIENCE_S)
+        if left := left_behind():
             self._say(f"ending what the server left: pids {left}")
             processes.end_all(left, processes.LEFTOVER_PATIENCE_S)
         run_dir.remove_regions()
