@@ -187,32 +187,32 @@ class Worker:
 
     def _on_stop(self, run: bytes) -> None:
         record = self.records.get(run)
-        if record is not None and record.ended is None:
-            self.engine.stop(record.run)
+        if record is not None and not record.told:
             self.numbers["stopped"] += 1
-            self._end(record, Finished(run, "stopped"))
+            self._cut(record, Finished(run, "stopped"))
 
     def _on_release(self, run: bytes) -> None:
-        record = self.records.pop(run, None)
-        if record is not None and record.ended is not None and not record.direct:
+        record = self.records.get(run)
+        if record is None or record.ended is None or not record.told:
+            return
+        del self.records[run]
+        if not record.direct:
             record.reply.send(record.ended)
 
     def _on_lost(self, peer: Peer) -> None:
         for key in [k for k, (owner, _) in self._early_inputs.items() if owner is peer]:
             del self._early_inputs[key]
-        for record in list(self.records.values()):
-            if record.ended is not None:
-                continue
+        for record in [r for r in self.records.values() if not r.told]:
             if peer is record.reply:
-                self.engine.stop(record.run)
                 gone = ErrorInfo(Unavailable.code, "the orchestrator died", "orchestrator")
-                self._end(record, Failed(record.run.id, gone, reply_lost=True))
+                self._cut(record, Failed(record.run.id, gone, reply_lost=True))
             else:
                 self._fail_if_bound(record, peer)
 
     def _fail_if_bound(self, record: Record, peer: Peer) -> None:
-        dead = [source for source, owner in record.sources.items() if owner is peer and source in record.open]
-        dead += [key for key, sink in record.sinks.items() if sink.peer is peer]
+        ended = record.ended is not None  # what waits to leave may still be lost, what came in no longer
+        dead = [s for s, owner in record.sources.items() if owner is peer and s in record.open and not ended]
+        dead += [key for key, sink in record.sinks.items() if sink.peer is peer and (sink.queue or not ended)]
         if dead:
             self._fail(record, StageFailed("the stage's worker died", dead[0]))
 
@@ -273,13 +273,7 @@ class Worker:
     def _settle(self) -> None:
         """Send what there is credit for; tell the stub of runs that are over and whose chunks are all out."""
         for record in self.records.values():
-            clear = True
-            for sink in record.sinks.values():
-                if sink.queue:
-                    chunks, nbytes = sink.pump()
-                    self.numbers["chunks_out"] += chunks
-                    self.numbers["bytes_out"] += nbytes
-                    clear &= not sink.queue
+            clear = self._pump(record)
             record.run.blocked = not clear
             if clear and record.ended is not None and not record.told:
                 record.told = True
@@ -287,19 +281,36 @@ class Worker:
                     record.stub.send(self._ping())  # the stub publishes numbers with the last end it hears of
                 record.stub.send(record.ended)
 
+    def _pump(self, record: Record) -> bool:
+        """Send what there is credit for; True if nothing waits any more."""
+        try:
+            for sink in record.sinks.values():
+                if sink.queue:
+                    chunks, nbytes = sink.pump()
+                    self.numbers["chunks_out"] += chunks
+                    self.numbers["bytes_out"] += nbytes
+        except (TypeError, ValueError) as error:  # the engine made a chunk that cannot be sent: fail its run now
+            log.exception("a chunk cannot be sent: request %s", record.run.request_id)
+            self._fail(record, StageFailed(f"a chunk cannot be sent: {error}", self.stage.name))
+        return not any(sink.queue for sink in record.sinks.values())
+
     # --- ends ----------------------------------------------------------------------------------------------------
     def _fail(self, record: Record, error: OmniError, engine_has_it: bool = True) -> None:
         """End one run with an error, and tell its consumers why nothing more will come."""
-        if record.ended is not None:
+        if record.told:
             return
-        if engine_has_it:
-            self.engine.stop(record.run)
         info = ErrorInfo.of(error, self.stage.name)
         log.warning("request %s failed: %s", record.run.request_id, info.error().line())
         for key, sink in record.sinks.items():
             if not key.startswith(OUTPUT_PREFIX):
                 sink.peer.send(Failed(record.run.id, info))
-        self._end(record, Failed(record.run.id, info))
+        self._cut(record, Failed(record.run.id, info), engine_has_it)
+
+    def _cut(self, record: Record, end: Finished | Failed, engine_has_it: bool = True) -> None:
+        """End a run before its time: also one that the engine is done with but whose chunks still wait to leave."""
+        if record.ended is None and engine_has_it:
+            self.engine.stop(record.run)
+        self._end(record, end)
 
     def _end(self, record: Record, end: Finished | Failed) -> None:
         """The run is over. A natural end waits for its chunks to leave; any other drops them."""

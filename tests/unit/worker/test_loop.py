@@ -1,0 +1,604 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's loop with the toy engines and real sockets; only the test moves time and turns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from backends.connectors.base import WINDOW_CHUNKS
+from backends.control import messages as msg
+from backends.control.hub import Peer
+from backends.core.chunk import Chunk, Tensor
+from backends.core.engine import Finished, Output, Send
+from backends.core.generate import GenerateRequest
+from backends.core.pipeline import EngineContext
+from backends.pipelines.toy.engines import SAMPLES_PER_FRAME, sine
+from backends.pipelines.toy.pipeline import PIPELINE
+from tests.kit.fake_stub import bench, chat, chunk
+
+RUN = b"r" * 16
+
+
+def engine(stage):
+    return PIPELINE.stage(stage).engine(EngineContext("toy", stage, {}))
+
+
+@pytest.fixture
+def at(tmp_path):
+    """Makes a bench around one stage."""
+    made = []
+
+    def make(stage, own_engine=None):
+        context = bench(tmp_path, PIPELINE, stage, own_engine or engine(stage))
+        made.append(context)
+        return context.__enter__()
+
+    yield make
+    for context in made:
+        context.__exit__(None, None, None)
+
+
+def feeds(b, run, *pairs, name="frames", edge="frames"):
+    """A producer's chunks: (index, rows, last)."""
+    peer = b.producer(name)
+    for index, rows, last in pairs:
+        tensors = (Tensor.of("frames", np.full((rows, 8), 7, np.float32)),) if rows else ()
+        assert peer.put(chunk(run, edge, index, last, *tensors))
+    return peer
+
+
+def freed(b, run):
+    """The run is forgotten, and everything the worker holds of others is given back."""
+    return run not in b.worker.records
+
+
+def end_of(b, run):
+    b.until(lambda: any(type(m) in (msg.Finished, msg.Failed) for m in b.stub.got))
+    b.release(run)
+    b.until(lambda: freed(b, run))
+    b.turn()
+    return b.stub.of(msg.Failed) + b.stub.of(msg.Finished)
+
+
+# --- a whole life --------------------------------------------------------------------------------------------------
+def test_accepted_goes_to_the_orchestrator_before_the_stub_hears_it(at, monkeypatch):
+    """The link is up before Triton's acknowledgement: no window in which a run is nobody's."""
+    b = at("tokens")
+    order = []
+    send = Peer.send
+
+    def noted(peer, message):
+        if isinstance(message, msg.Accepted):
+            order.append((peer, message))
+        return send(peer, message)
+
+    monkeypatch.setattr(Peer, "send", noted)
+    run = b.open(wanted=("text",))
+    b.until(lambda: b.stub.of(msg.Accepted))
+    accepted = msg.Accepted(run, b.hub.address)
+    assert order == [(b.hub.connect(b.orchestrator.hub.address), accepted), (b.worker.stub, accepted)]
+    b.turn()
+    assert b.orchestrator.got[0] == accepted
+
+
+def test_outputs_then_the_stub_then_the_orchestrator_hears_the_end(at):
+    """FINAL before END: the stub closes Triton's side first, and only its Release lets the end out."""
+    b = at("tokens")
+    run = b.open(wanted=("text",), request=chat(3))
+    b.until(lambda: b.stub.of(msg.Finished))
+    b.turn(20)
+    assert b.orchestrator.texts == ["w0 ", "w1 ", "w2 "]
+    assert b.orchestrator.of(msg.Finished) == []
+    b.release(run)
+    b.until(lambda: b.orchestrator.of(msg.Finished))
+    end = msg.Finished(run, "length", {"prompt_tokens": 3, "completion_tokens": 3})
+    assert b.stub.of(msg.Finished) == b.orchestrator.of(msg.Finished) == [end]
+    assert [c.index for c in b.orchestrator.of(Chunk)] == [0, 1, 2]
+    assert freed(b, run)
+    assert b.worker.numbers["finished"] == 1
+
+
+def test_the_last_stage_joins_what_it_gets_into_sound(at):
+    b = at("wave")
+    run = b.open(upstream=("frames",), wanted=("audio",))
+    feeds(b, run, (0, 2, False), (1, 3, False), (2, 0, True))
+    b.until(lambda: b.stub.of(msg.Finished))
+    assert b"".join(b.orchestrator.payloads) == sine(0, 5 * SAMPLES_PER_FRAME).tobytes()
+
+
+def test_chunks_that_arrive_before_their_open_are_given_back(at):
+    """A producer never sends before the consumer accepted; what comes for an unknown run must not pile up."""
+    b = at("wave")
+    peer = feeds(b, RUN, (0, 2, False), (1, 2, False))
+    b.until(lambda: peer.connector.in_flight == 0)
+
+
+def test_the_client_wants_text_only_and_consumers_get_nothing(at):
+    b = at("tokens")
+    run = b.open(wanted=(), consumers={}, request=chat(2))
+    end_of(b, run)
+    assert b.orchestrator.of(Chunk) == []
+
+
+def test_inputs_come_before_their_open_and_are_given_back(at):
+    b = at("tokens")
+    given = Tensor.of("audio", np.arange(20_000, dtype=np.float32))
+    assert b.to_worker.put(chunk(RUN, msg.INPUTS_EDGE, 0, True, given))
+    b.open(RUN, wanted=("text",), has_inputs=True, request=chat(1))
+    b.until(lambda: b.stub.of(msg.Accepted))
+    end_of(b, RUN)
+    assert b.to_worker.connector.in_flight == 0
+
+
+def test_a_ping_is_answered_with_the_state(at):
+    b = at("tokens")
+    b.open(wanted=("text",), request=chat(50))
+    b.turn(3)
+    prober = b.side("prober")
+    peer = prober.hub.connect(b.hub.address)
+    peer.send(msg.Ping())
+    b.worker.turn(0)
+    b.worker.turn(0)
+    [ping] = [item for _, item in prober.hub.poll(1.0) if isinstance(item, msg.Ping)]
+    assert (ping.name, ping.state, ping.live) == ("toy/tokens", "ready", 1)
+    assert ping.numbers["runs"] == 1
+    b.kill("prober")
+    b.turn(2)
+
+
+# --- back-pressure ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("burst", [1, 100])
+def test_a_consumer_that_holds_its_chunks_stops_the_producer(at, burst):
+    b = at("tokens")
+    consumer = b.side("consumer")
+    consumer.keeps_chunks = True
+    request = chat(1_000, tokens={"burst": burst, "frame_bytes": 9_000})
+    run = b.open(consumers={"frames": consumer.hub.address}, request=request)
+    b.turn(200)
+    record = b.worker.records[run]
+    assert record.run.blocked
+    made = record.run.state.made
+    assert made <= WINDOW_CHUNKS + burst, "one step more than the window at most"
+    assert len(record.sinks["frames"].queue) <= burst
+    assert len(consumer.of(Chunk)) == WINDOW_CHUNKS
+    b.turn(50)
+    assert record.run.state.made == made
+    consumer.keeps_chunks = False
+    consumer.give_back()
+    b.until(lambda: b.stub.of(msg.Finished))
+    assert [c.index for c in consumer.of(Chunk)] == list(range(1_001)), "and a last, empty one"
+    assert consumer.got[-1].last
+
+
+def test_an_engine_that_takes_no_more_leaves_chunks_unacknowledged(at):
+    b = at("wave")
+    run = b.open(upstream=("frames",), wanted=("audio",), request=chat(wave={"hold_after": 0}))
+    peer = feeds(b, run, *((i, 1, False) for i in range(8)))
+    b.turn(20)
+    assert peer.connector.in_flight == 4, "the toy takes four"
+    b.stop(run)
+    b.until(lambda: peer.connector.in_flight == 0)
+
+
+def test_a_natural_end_waits_for_its_chunks_to_leave(at):
+    b = at("tokens")
+    b.orchestrator.keeps_chunks = True
+    run = b.open(wanted=("text",), request=chat(20, tokens={"burst": 20}))
+    b.turn(50)
+    assert b.worker.records[run].ended is not None
+    assert b.stub.of(msg.Finished) == []
+    b.orchestrator.keeps_chunks = False
+    b.orchestrator.give_back()
+    b.until(lambda: b.stub.of(msg.Finished))
+    assert len(b.orchestrator.texts) == 20
+
+
+# --- stop ----------------------------------------------------------------------------------------------------------
+def test_stop_frees_within_one_step(at):
+    b = at("tokens")
+    run = b.open(wanted=("text",), request=chat(1_000))
+    b.turn(5)
+    b.stop(run)
+    b.turn(1)
+    assert b.worker.engine._runs == []
+    assert b.stub.of(msg.Finished) == [msg.Finished(run, "stopped")]
+    seen = len(b.orchestrator.texts)
+    b.turn(5)
+    assert len(b.orchestrator.texts) == seen
+    b.stop(run)  # again, and of a run nobody knows
+    b.stop(b"x" * 16)
+    b.turn(2)
+    assert len(b.stub.of(msg.Finished)) == 1
+    b.release(run)
+    b.until(lambda: b.orchestrator.of(msg.Finished))
+    assert freed(b, run)
+    assert b.worker.numbers["stopped"] == 1
+
+
+def test_stop_ends_a_run_whose_chunks_nobody_takes(at):
+    """The engine is done, its last chunks wait for credit that will never come: Stop must still end the run."""
+    b = at("tokens")
+    consumer = b.side("consumer")
+    consumer.keeps_chunks = True
+    run = b.open(consumers={"frames": consumer.hub.address}, request=chat(30, tokens={"burst": 30}))
+    b.turn(20)
+    assert b.worker.records[run].ended is not None
+    assert b.stub.of(msg.Finished) == []
+    b.stop(run)
+    b.turn(2)
+    assert [m.reason for m in b.stub.of(msg.Finished)] == ["stopped"]
+    b.release(run)
+    b.until(lambda: freed(b, run))
+
+
+def test_releases_of_unknown_runs_and_early_releases_change_nothing(at):
+    b = at("tokens")
+    run = b.open(wanted=("text",), request=chat(1_000))
+    b.turn(3)
+    b.release(b"x" * 16)
+    b.release(run)
+    b.turn(3)
+    assert run in b.worker.records, "a run that goes on is not forgotten"
+    b.stop(run)
+    b.turn(2)
+    b.release(run)
+    b.until(lambda: b.orchestrator.of(msg.Finished))
+
+
+# --- failures ------------------------------------------------------------------------------------------------------
+def test_a_failing_run_tells_its_consumers_who_failed(at):
+    b = at("tokens")
+    consumer = b.side("consumer")
+    run = b.open(consumers={"frames": consumer.hub.address}, request=chat(9, tokens={"fail_after": 2}))
+    [end] = end_of(b, run)
+    assert end.error.error().line() == "[stage_failed:tokens] failed on request"
+    assert consumer.of(msg.Failed)[0].error == end.error
+    assert b.orchestrator.of(msg.Failed) == [end]
+    assert b.worker.numbers["failed"] == 1
+
+
+def test_a_consumer_that_hears_of_it_fails_with_the_producers_name(at):
+    b = at("wave")
+    run = b.open(upstream=("frames",), wanted=("audio",))
+    peer = feeds(b, run, (0, 2, False))
+    error = msg.ErrorInfo("stage_failed", "boom", "tokens")
+    peer.send(msg.Failed(run, error))
+    peer.send(msg.Failed(b"x" * 16, error))  # of a run that is over here
+    [end] = end_of(b, run)
+    assert end.error == error
+    assert b.worker.engine._runs == []
+    assert peer.connector.in_flight == 0
+
+
+def test_a_refused_run_is_told_to_both_and_leaves_nothing(at):
+    b = at("tokens")
+    given = Tensor.of("audio", np.zeros(20_000, np.float32))
+    assert b.to_worker.put(chunk(RUN, msg.INPUTS_EDGE, 0, True, given))
+    b.open(RUN, wanted=("text",), has_inputs=True, request=chat(3, tokens={"refuse": True}))
+    [end] = end_of(b, RUN)
+    assert end.error.code == "bad_request"
+    assert end.error.where == "stages.tokens.refuse"
+    assert b.orchestrator.of(msg.Failed) == [end]
+    assert b.stub.of(msg.Accepted) == b.orchestrator.of(msg.Accepted) == []
+    assert b.to_worker.connector.in_flight == 0
+    assert b.worker.engine._runs == []
+
+
+def test_a_request_that_cannot_be_read_is_refused(at):
+    b = at("tokens")
+    b.to_worker.send(msg.Open(RUN, "req", b"{not json", b.orchestrator.hub.address, wanted=("text",)))
+    [end] = end_of(b, RUN)
+    assert end.error.code == "bad_request"
+
+
+def test_an_engine_that_breaks_in_open_refuses_only_this_run(at):
+    own = engine("tokens")
+    opened = own.open
+    own.open = lambda run: opened(run) if run.id != RUN else 1 / 0
+    b = at("tokens", own)
+    good = b.open(wanted=("text",))
+    b.open(RUN, wanted=("text",))
+    b.until(lambda: len(b.stub.of(msg.Finished)) == 1 and b.stub.of(msg.Failed))
+    [end] = b.stub.of(msg.Failed)
+    assert end.run == RUN
+    assert "ZeroDivisionError" in end.error.message
+    assert b.stub.of(msg.Finished)[0].run == good
+
+
+def test_a_consumer_that_is_not_there_refuses_the_run_by_name(at, tmp_path):
+    b = at("tokens")
+    run = b.open(consumers={"frames": str(tmp_path / "nobody.sock")})
+    [end] = end_of(b, run)
+    assert (end.error.code, end.error.where) == ("unavailable", "frames")
+    assert b.orchestrator.of(msg.Failed) == [end]
+
+
+def test_an_orchestrator_that_is_not_there_refuses_the_run(at, tmp_path):
+    b = at("tokens")
+    run = b.open(reply=str(tmp_path / "nobody.sock"), wanted=("text",))
+    [end] = end_of(b, run)
+    assert (end.error.code, end.error.where) == ("unavailable", "orchestrator")
+
+
+def test_a_gap_in_the_chunks_fails_the_run_and_names_the_edge(at):
+    b = at("wave")
+    run = b.open(upstream=("frames",), wanted=("audio",))
+    other = b.open(upstream=("frames",), wanted=("audio",))
+    peer = feeds(b, run, (0, 2, False), (2, 2, False))
+    feeds(b, other, (0, 2, True))
+    b.until(lambda: b.stub.of(msg.Failed) and b.stub.of(msg.Finished))
+    assert b.stub.of(msg.Failed)[0].error.error().line() == "[stage_failed:frames->wave] chunk 2 came instead of 1"
+    assert b.stub.of(msg.Finished)[0].run == other
+    b.until(lambda: peer.connector.in_flight == 0)
+
+
+def test_a_repeated_chunk_is_a_gap_too(at):
+    b = at("wave")
+    run = b.open(upstream=("frames",), wanted=("audio",))
+    feeds(b, run, (0, 2, False), (0, 2, False))
+    [end] = end_of(b, run)
+    assert "chunk 0 came instead of 1" in end.error.message
+
+
+def test_chunks_of_an_edge_that_is_none_are_given_back(at):
+    b = at("wave")
+    run = b.open(upstream=("frames",), wanted=("audio",))
+    peer = feeds(b, run, (0, 2, False), edge="tokens")
+    b.until(lambda: peer.connector.in_flight == 0)
+    feeds(b, run, (0, 2, True))
+    end_of(b, run)
+    assert len(b.orchestrator.payloads) == 1
+
+
+def test_an_adapter_that_fails_ends_only_this_run(at):
+    b = at("wave")
+    run = b.open(upstream=("frames",), wanted=("audio",))
+    other = b.open(upstream=("frames",), wanted=("audio",))
+    peer = b.producer("frames")
+    wrong = Tensor.of("frames", np.zeros((3, 5), np.float32))
+    bad = Chunk(run, "frames", 0, False, (wrong,), {"token": 3})
+    assert peer.put(bad)
+    feeds(b, other, (0, 2, True))
+    b.until(lambda: b.stub.of(msg.Failed) and b.stub.of(msg.Finished))
+    assert [m.run for m in b.stub.of(msg.Failed)] == [run]
+    assert [m.run for m in b.stub.of(msg.Finished)] == [other]
+    b.until(lambda: peer.connector.in_flight == 0)
+
+
+def test_an_engine_that_breaks_in_a_step_ends_every_run_and_the_worker(at):
+    b = at("tokens")
+    first = b.open(wanted=("text",), request=chat(100))
+    second = b.open(wanted=("text",), request=chat(100, tokens={"raise_after": 3}))
+    with pytest.raises(RuntimeError, match="raised on request"):
+        b.turn(50)
+    b.stub.read()
+    assert {m.run for m in b.stub.of(msg.Failed)} == {first, second}
+    assert {m.error.where for m in b.stub.of(msg.Failed)} == {"tokens"}
+    assert "RuntimeError: raised on request" in b.stub.of(msg.Failed)[0].error.message
+
+
+class Scripted:
+    """An engine whose steps are given; for what no toy does."""
+
+    busy = True
+
+    def __init__(self, *steps):
+        self.steps = list(steps)
+        self.runs = []
+        self.stopped = []
+
+    def open(self, run):
+        self.runs.append(run)
+
+    def feed(self, run, inputs, last):
+        return True
+
+    def stop(self, run):
+        self.stopped.append(run)
+
+    def step(self):
+        return self.steps.pop(0)(self.runs) if self.steps and self.runs else ()
+
+    def close(self):
+        pass
+
+
+def test_a_chunk_that_cannot_be_sent_fails_its_run_at_once(at):
+    """#8082: a failed put is a failure of the request now, not of the worker and not at the deadline."""
+    b = at("tokens", Scripted(lambda runs: [Output(r, "text", meta={"odd": object()}) for r in runs[:1]]))
+    bad, good = b.open(wanted=("text",)), b.open(wanted=("text",))
+    b.until(lambda: b.stub.of(msg.Failed))
+    [end] = b.stub.of(msg.Failed)
+    assert end.run == bad
+    assert end.error.where == "tokens"
+    assert b.worker.records[good].ended is None
+    assert [run.id for run in b.worker.engine.stopped] == [bad]
+
+
+def test_late_events_of_the_engine_change_nothing(at):
+    late = lambda runs: [Output(runs[0], "text", meta={"text": "late"}), Send(runs[0]), Finished(runs[0])]  # noqa: E731
+    b = at("tokens", Scripted(lambda runs: [Finished(runs[0], "stop")], late, late))
+    run = b.open(wanted=("text",))
+    b.turn(5)
+    assert b.stub.of(msg.Finished) == [msg.Finished(run, "stop")]
+    assert b.orchestrator.texts == []
+
+
+def test_an_output_nobody_wants_is_dropped(at):
+    b = at("tokens", Scripted(lambda runs: [Output(runs[0], "smell"), Finished(runs[0])]))
+    run = b.open(wanted=("text",))
+    end_of(b, run)
+    assert b.orchestrator.of(Chunk) == []
+
+
+def test_edges_that_the_engine_ended_itself_get_no_second_end(at):
+    b = at("tokens", Scripted(lambda runs: [Send(runs[0], meta={"a": 1}, last=True), Finished(runs[0])]))
+    consumer = b.side("consumer")
+    run = b.open(consumers={"frames": consumer.hub.address})
+    end_of(b, run)
+    assert [(c.index, c.last, c.meta) for c in consumer.of(Chunk)] == [(0, True, {"a": 1})]
+
+
+# --- losses --------------------------------------------------------------------------------------------------------
+def test_a_lost_consumer_fails_the_run_by_name(at):
+    b = at("tokens")
+    b.side("frames")
+    run = b.open(consumers={"frames": b.sides["frames"].hub.address}, wanted=("text",), request=chat(10_000))
+    b.turn(3)
+    b.kill("frames")
+    [end] = end_of(b, run)
+    assert (end.error.code, end.error.where) == ("stage_failed", "frames")
+
+
+def test_a_consumer_lost_after_the_engine_was_done_still_ends_the_run(at):
+    """Chunks that wait for a dead consumer must not keep Triton's side open for ever."""
+    b = at("tokens")
+    b.side("frames").keeps_chunks = True
+    run = b.open(consumers={"frames": b.sides["frames"].hub.address}, request=chat(30, tokens={"burst": 30}))
+    b.turn(20)
+    assert b.worker.records[run].ended is not None
+    assert b.stub.of(msg.Finished) == []
+    b.kill("frames")
+    [end] = end_of(b, run)
+    assert isinstance(end, msg.Failed)
+    assert end.error.where == "frames"
+
+
+def test_a_lost_orchestrator_ends_the_run_without_a_word_to_triton(at):
+    b = at("tokens")
+    run = b.open(wanted=("text",), request=chat(10_000))
+    b.turn(3)
+    b.kill("orchestrator")
+    [end] = end_of(b, run)
+    assert end.reply_lost
+    assert end.error.where == "orchestrator"
+    assert b.worker.engine._runs == []
+
+
+def test_an_orchestrator_lost_after_the_engine_was_done_still_ends_the_run(at):
+    b = at("tokens")
+    b.orchestrator.keeps_chunks = True
+    run = b.open(wanted=("text",), request=chat(30, tokens={"burst": 30}))
+    b.turn(20)
+    assert b.worker.records[run].ended is not None
+    b.kill("orchestrator")
+    [end] = end_of(b, run)
+    assert end.reply_lost
+
+
+def test_a_lost_producer_fails_the_runs_it_fed_and_no_other(at):
+    b = at("wave")
+    fed, ended, other = (b.open(upstream=("frames",), wanted=("audio",)) for _ in range(3))
+    feeds(b, fed, (0, 2, False))
+    feeds(b, ended, (0, 2, True))
+    feeds(b, other, (0, 2, False), name="another instance")
+    b.until(lambda: b.stub.of(msg.Finished))
+    b.kill("frames")
+    b.until(lambda: b.stub.of(msg.Failed))
+    b.turn(5)
+    assert [(m.run, m.error.where) for m in b.stub.of(msg.Failed)] == [(fed, "frames")]
+    assert b.worker.records[other].ended is None
+
+
+def test_a_lost_stub_ends_the_loop(at):
+    b = at("tokens")
+    b.open(wanted=("text",))
+    b.turn(2)
+    b.kill("stub")
+    b.worker.run_forever(b.worker.stub)
+
+
+# --- deadlines -------------------------------------------------------------------------------------------------------
+def test_a_silent_edge_names_both_ends(at):
+    b = at("wave")
+    run = b.open(upstream=("frames",), wanted=("audio",), stall_s=5.0)
+    b.turn(2)
+    b.clock.now_s += 4.0
+    feeds(b, run, (0, 2, False))
+    b.turn(5)
+    b.clock.now_s += 4.9
+    b.turn(3)
+    assert b.stub.of(msg.Failed) == [], "time counts from the last chunk"
+    b.clock.now_s += 1.2
+    [end] = end_of(b, run)
+    assert end.error.error().line() == "[deadline_exceeded:frames->wave] no chunk for 6.1 s"
+
+
+@pytest.mark.parametrize(("options", "stall_s"), [({}, 0.0), ({"hold_after": 0}, 5.0)])
+def test_an_edge_is_not_silent_without_limit_or_while_chunks_wait_here(at, options, stall_s):
+    b = at("wave")
+    run = b.open(upstream=("frames",), wanted=("audio",), stall_s=stall_s, request=chat(wave=options))
+    feeds(b, run, *((i, 1, False) for i in range(6)))
+    b.turn(3)
+    b.clock.now_s += 10_000
+    b.turn(3)
+    assert b.stub.of(msg.Failed) == []
+
+
+# --- direct calls ----------------------------------------------------------------------------------------------------
+def test_a_direct_call_of_an_entry_stage_answers_the_stub(at):
+    b = at("tokens")
+    run = b.open(reply="", wanted=("text",), request=chat(2))
+    b.until(lambda: b.stub.of(msg.Finished))
+    assert b.stub.texts == ["w0 ", "w1 "]
+    b.release(run)
+    b.until(lambda: freed(b, run))
+    assert b.orchestrator.got == []
+    assert len(b.stub.of(msg.Finished)) == 1
+    assert len(b.stub.of(msg.Accepted)) == 1
+
+
+def test_a_direct_call_of_a_middle_stage_shows_its_chunks(at):
+    b = at("frames")
+    run = b.open(reply="", request=GenerateRequest("speech", input="three short words"))
+    b.until(lambda: b.stub.of(msg.Finished))
+    got = b.stub.of(Chunk)
+    assert {c.edge for c in got} == {"@"}
+    assert [c.meta.get("token") for c in got] == [0, 1, 2, None]
+    assert got[-1].last
+    assert run in b.worker.records
+
+
+def test_a_direct_call_with_tensors_is_one_last_chunk(at):
+    b = at("wave")
+    rows = Tensor.of("frames", np.full((100, 8), 1, np.float32))
+    for run in (RUN, b"s" * 16):
+        assert b.to_worker.put(chunk(run, msg.INPUTS_EDGE, 0, True, rows))
+        b.open(run, reply="", upstream=("frames",), wanted=("audio",), has_inputs=True, direct=True)
+        b.until(lambda: b.stub.of(msg.Finished))
+        assert len(b.stub.payloads[-1]) == 100 * 240 * 4
+        b.until(lambda: b.to_worker.connector.in_flight == 0)
+        b.release(run)
+        b.until(lambda run=run: freed(b, run))
+        b.stub.got.clear()
+
+
+def test_progress_goes_to_orchestrators_only(at):
+    b = at("tokens")
+    b.open(wanted=("text",), request=chat(2, tokens={"progress": True}))
+    b.until(lambda: b.stub.of(msg.Finished))
+    assert [m.meta for m in b.orchestrator.of(msg.Progress)] == [{"made": 0}, {"made": 1}]
+    b.stub.got.clear()
+    b.open(reply="", wanted=("text",), request=chat(2, tokens={"progress": True}))
+    b.until(lambda: b.stub.of(msg.Finished))
+    assert b.stub.of(msg.Progress) == []
+
+
+def test_messages_that_make_no_sense_are_ignored(at):
+    b = at("tokens")
+    b.to_worker.send(msg.Accepted(RUN))
+    b.to_worker.send(msg.Finished(RUN, "stop"))
+    b.turn(2)
+    run = b.open(wanted=("text",))
+    end_of(b, run)
+
+
+def test_inputs_of_a_lost_stub_are_forgotten(at):
+    b = at("tokens")
+    b.to_worker.put(chunk(RUN, msg.INPUTS_EDGE, 0, True))
+    b.turn(2)
+    assert RUN in b.worker._early_inputs
+    b.kill("stub")
+    b.turn(2)
+    assert b.worker._early_inputs == {}
