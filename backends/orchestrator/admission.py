@@ -20,16 +20,15 @@ class Admission(Generic[T]):
         self.max_queue = max_queue
         self.live: set[T] = set()
         self._queue: list[tuple[int, int, T]] = []
-        self._gone: set[T] = set()
         self._order = itertools.count()
 
     @property
     def queued(self) -> int:
-        return len(self._queue) - len(self._gone)
+        return len(self._queue)
 
     def join(self, entry: T, priority: int) -> None:
         """Queue an entry; raises TooBusy if it can neither work now nor wait."""
-        if len(self.live) >= self.max_live and self.queued >= self.max_queue:
+        if len(self.live) + self.queued >= self.max_live + self.max_queue:
             raise TooBusy(
                 f"{len(self.live)} requests are in work and {self.queued} wait; try again later", "queue", 1.0
             )
@@ -40,9 +39,6 @@ class Admission(Generic[T]):
         started: list[T] = []
         while self._queue and len(self.live) < self.max_live:
             entry = heapq.heappop(self._queue)[2]
-            if entry in self._gone:
-                self._gone.discard(entry)
-                continue
             self.live.add(entry)
             started.append(entry)
         return started
@@ -51,5 +47,6 @@ class Admission(Generic[T]):
         """Forget an entry, whether it works or waits."""
         if entry in self.live:
             self.live.discard(entry)
-        elif any(waiting is entry for _, _, waiting in self._queue):
-            self._gone.add(entry)
+        else:
+            self._queue = [waiting for waiting in self._queue if waiting[2] != entry]
+            heapq.heapify(self._queue)

@@ -43,6 +43,8 @@ def _check_slice(part: Part, field: str, media: Mapping[str, int]) -> None:
     available = media.get(part.type)
     if available is None:
         raise BadRequest(f"a part of type '{part.type}' needs the input tensor '{part.type}'", field)
+    if part.type != "audio" and (not part.shape or min(part.shape) < 1):
+        raise BadRequest(f"shape must be positive sizes, not {list(part.shape)}", f"{field}.shape")
     length = part.length if part.type == "audio" else math.prod(part.shape)
     if length < 1 or part.offset + length > available:
         raise BadRequest(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,7 @@ class Orchestrator:
         self._stage_states = stage_states
         self._clock = clock
         self._next_tick = 0.0
+        self._inbox: deque[tuple[Peer | None, Any]] = deque()
 
     # --- from any thread -----------------------------------------------------------------------------------------
     def submit(self, arrival: Arrival) -> None:
@@ -100,7 +102,9 @@ class Orchestrator:
     # --- the loop ------------------------------------------------------------------------------------------------
     def turn(self, timeout_s: float = TICK_S) -> None:
         """One turn: take what came in, start what may start, look at the clock."""
-        for peer, item in self.hub.poll(timeout_s):
+        self._inbox.extend(self.hub.poll(0.0 if self._inbox else timeout_s))
+        while self._inbox:  # kept over a turn that an exception ends: one item's trouble must not lose the others
+            peer, item = self._inbox.popleft()
             if peer is None:
                 self._on_posted(item)
             else:
@@ -137,10 +141,7 @@ class Orchestrator:
             case Chunk():
                 self._on_chunk(peer, item)
             case msg.Accepted(run=run, address=address):
-                if run in self.lives:
-                    self.lives[run].addresses[stage] = address
-                    self.lives[run].peers[stage] = peer
-                self._apply_to(run, life.Accepted(stage))
+                self._on_accepted(peer, run, stage, address)
             case msg.Progress(run=run, meta=meta):
                 self._on_progress(run, stage, meta)
             case msg.Finished(run=run, reason=reason, usage=usage):
@@ -153,6 +154,15 @@ class Orchestrator:
                 self._on_lost(peer, stage)
             case _:
                 log.warning("unexpected message %s from %s", type(item).__name__, peer.name)
+
+    def _on_accepted(self, peer: Peer, run: bytes, stage: str, address: str) -> None:
+        live = self.lives.get(run)
+        if live is None:  # given up before it was opened: it must not work for nobody
+            peer.send(msg.Stop(run))
+            return
+        live.addresses[stage] = address
+        live.peers[stage] = peer
+        self._apply(live, life.Accepted(stage))
 
     # --- arrivals ------------------------------------------------------------------------------------------------
     def _on_arrival(self, arrival: Arrival) -> None:
@@ -183,7 +193,8 @@ class Orchestrator:
     def _abort(self, arrival: Arrival) -> Event:
         """End every request that carries the target id; answers how many there were. Idempotent."""
         target = arrival.request.target
-        found = [live for live in self.lives.values() if target and live.arrival.request_id == target]
+        working = [live for live in self.lives.values() if live.machine.outcome is None]
+        found = [live for live in working if target and live.arrival.request_id == target]
         for live in found:
             self._apply(live, life.Cancelled("abort"))
         return Event("end", arrival.request_id, outcome="completed", finish_reason="stop", meta={"aborted": len(found)})

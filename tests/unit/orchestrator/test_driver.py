@@ -1,0 +1,633 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The orchestrator's loop with fake clients, a fake opener and scripted stages; only the test moves time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from backends.control import messages as msg
+from backends.core.chunk import TensorSpec
+from backends.core.errors import BadRequest, StageFailed, TooBusy, Unavailable
+from backends.core.generate import Deadlines, GenerateRequest, Message, Part
+from backends.core.ids import RUN_ID_BYTES
+from backends.orchestrator.driver import STOP_GRACE_S
+from backends.pipelines.toy.pipeline import PIPELINE
+from tests.kit.fake_front import ScriptedStage, chat, scene, sound
+
+ORDER = ("wave", "frames", "tokens")  # consumers first
+
+
+@pytest.fixture
+def play(tmp_path):
+    """Makes a scene; when the test is over nothing may be left of any request."""
+    made = []
+
+    def make(pipeline=PIPELINE, **limits):
+        context = scene(tmp_path, pipeline, **limits)
+        made.append((context, context.__enter__()))
+        return made[-1][1]
+
+    yield make
+    for context, s in made:
+        try:
+            s.check_empty()
+        finally:
+            context.__exit__(None, None, None)
+
+
+def speaking(s, request=None, **more):
+    """A request for text and audio whose three runs are open."""
+    client = s.ask(request or chat("text", "audio"), **more)
+    for _ in ORDER:
+        s.accept()
+    return client, client.run
+
+
+def end_all(s, run, *stages):
+    for stage in stages or ("tokens", "frames", "wave"):
+        s.finish(stage, run, "stopped")
+
+
+# --- whole lives ------------------------------------------------------------------------------------------
+def test_a_whole_life(play):
+    s = play()
+    client = s.ask(chat("text", "audio"), "my-id")
+    opened = [s.accept() for _ in ORDER]
+    run = client.run
+    assert {m.run for m in opened} == {run}
+    assert len(run) == RUN_ID_BYTES
+    assert {m.request_id for m in opened} == {"my-id"}
+    assert [tuple(m.consumers) for m in opened] == [(), ("wave",), ("frames",)]
+    assert opened[1].consumers["wave"] == s.stages["wave"].hub.address
+    assert [m.upstream for m in opened] == [("frames",), ("tokens",), ()]
+    assert [m.wanted for m in opened] == [("audio",), (), ("text",)]
+    s.stages["tokens"].put(run, "text", 0, text="hello ")
+    s.turn()
+    s.clock.now_s += 1.5
+    s.stages["wave"].put(run, "audio", 0, sound(30_000, 0.5), sample_rate=24_000)
+    s.stages["tokens"].put(run, "text", 1, text="world")
+    s.turn()
+    s.finish("tokens", run, "length", completion_tokens=2)
+    s.finish("frames", run)
+    assert not client.over
+    s.finish("wave", run, "stop", audio_samples=30_000)
+    assert client.text == "hello world"
+    assert [(e.type, e.stage, e.index) for e in client.events if e.type == "text"] == [
+        ("text", "tokens", 0), ("text", "tokens", 1)]  # fmt: skip
+    [audio] = [p for p in client.pieces if p.event.type == "audio"]
+    assert audio.event.meta == {"sample_rate": 24_000}
+    end = client.ended.event
+    assert (end.type, end.outcome, end.output, end.stage) == ("end", "completed", "audio", "wave")
+    assert (end.finish_reason, end.request_id) == ("length", "my-id")
+    assert end.usage == {"completion_tokens": 2, "audio_samples": 30_000}
+    assert end.timings["first_audio_s"] == 1.5
+    assert end.timings["total_s"] == 1.5
+    assert s.opener.closed == s.opener.handles[::-1], "each as soon as its run is over"
+    assert s.orchestrator.metrics.requests == {"completed": 1}
+    assert s.orchestrator.metrics.opened == dict.fromkeys(ORDER, 1)
+
+
+def test_text_alone_opens_no_speech_stage(play):
+    s = play()
+    client = s.ask(chat("text"))
+    opened = s.accept()
+    assert (opened.wanted, opened.consumers, opened.upstream) == (("text",), {}, ())
+    assert s.opener.calls == []
+    s.finish("tokens", client.run)
+    assert client.ended.event.stage == "tokens"
+    assert set(s.orchestrator.metrics.opened) == {"tokens"}
+
+
+def test_collected_is_the_streamed_pieces_joined(play):
+    s = play()
+    whole, run = speaking(s, chat("text", "audio", stream=False))
+    streamed, run2 = speaking(s)
+    for r in (run, run2):
+        for i, word in enumerate(("one ", "two ", "", "three")):
+            s.stages["tokens"].put(r, "text", i, text=word)
+            s.stages["wave"].put(r, "audio", i, sound(10 * i, i), sample_rate=24_000)
+            s.turn()
+        s.stages["tokens"].link.send(msg.Progress(r, {"step": 1}))
+        for stage in ("tokens", "frames", "wave"):
+            s.finish(stage, r)
+    assert whole.pieces == []
+    piece = whole.ended
+    assert piece.text == streamed.text == "one two three"
+    audio = b"".join(bytes(t.data) for p in streamed.pieces for t in p.tensors)
+    [tensor] = piece.tensors
+    assert bytes(tensor.data) == audio
+    assert (tensor.name, tensor.spec.shape) == ("audio", (60,))
+    assert piece.event.meta["sample_rate"] == 24_000
+    assert piece.event.meta["audio_pieces"] == 4
+    assert [e for e in streamed.events if e.type == "progress"]
+
+
+def test_collected_without_text_says_no_text(play):
+    s = play()
+    client, run = speaking(s, chat("audio", stream=False))
+    end_order = ("tokens", "frames", "wave")
+    for stage in end_order:
+        s.finish(stage, run)
+    assert client.ended.text is None
+    assert client.ended.tensors == ()
+
+
+def test_previews_are_left_out_of_the_one_response(play):
+    s = play()
+    client, run = speaking(s, chat("audio", stream=False))
+    s.stages["wave"].put(run, "audio", 0, sound(5, 1.0), partial=True)
+    s.stages["wave"].put(run, "audio", 1, sound(7, 2.0))
+    s.turn()
+    for stage in ("tokens", "frames", "wave"):
+        s.finish(stage, run)
+    assert client.ended.tensors[0].spec.shape == (7,)
+
+
+def test_many_requests_live_side_by_side(play):
+    s = play()
+    first, second = s.ask(chat("text"), "same"), s.ask(chat("text"), "same")
+    a, b = s.accept(), s.accept()
+    assert {a.run, b.run} == {first.run, second.run}
+    s.stages["tokens"].put(second.run, "text", 0, text="b")
+    s.stages["tokens"].put(first.run, "text", 0, text="a")
+    s.turn()
+    assert (first.text, second.text) == ("a", "b")
+    s.finish("tokens", second.run)
+    s.finish("tokens", first.run)
+
+
+# --- refused at the door ------------------------------------------------------------------------------------------
+REFUSED = [
+    (chat("smell"), {}, "modalities"),
+    (GenerateRequest("sing"), {}, "operation"),
+    (GenerateRequest("speech"), {}, "input"),
+    (GenerateRequest(), {}, "messages"),
+    (chat(voice="bob"), {}, "voice"),
+    (chat(stages={"nose": {}}), {}, "stages.nose"),
+    (chat(stages={"tokens": {"burst": 0}}), {}, "stages.tokens"),
+    (chat(), {"audio": 5}, "audio"),
+]
+
+
+@pytest.mark.parametrize(("request_", "media", "field"), REFUSED)
+def test_bad_requests_never_reach_a_stage(play, request_, media, field):
+    s = play()
+    client = s.ask(request_, **media)
+    assert isinstance(client.failed, BadRequest)
+    assert client.failed.where == field
+    assert s.opener.calls == []
+    assert client.run == b""
+    assert s.orchestrator.metrics.requests == {"bad_request": 1}
+
+
+@pytest.mark.parametrize("request_id", ["x" * 257, "a\nb", "\x00", "\u202e"])
+def test_hostile_ids_are_refused(play, request_id):
+    s = play()
+    assert s.ask(chat(), request_id).failed.where == "id"
+
+
+def test_a_bug_in_a_check_costs_no_other_request(play):
+    """An exception leaves the turn; what had come in with it is not lost."""
+
+    def buggy(request):
+        if request.voice:
+            raise ZeroDivisionError
+
+    s = play(replace(PIPELINE, check=buggy))
+    turn, s.turn = s.turn, lambda count=2: None
+    s.ask(chat("text", voice="x"))
+    good = s.ask(chat("text"))
+    s.turn = turn
+    with pytest.raises(ZeroDivisionError):
+        s.turn()
+    s.accept()
+    s.finish("tokens", good.run)
+    assert good.ended is not None
+
+
+# --- admission ------------------------------------------------------------------------------------------
+def test_limits_of_work_and_queue(play):
+    s = play(max_live=1, max_queue=2)
+    working, waiting, later, refused = (s.ask(chat("text")) for _ in range(4))
+    assert isinstance(refused.failed, TooBusy)
+    assert refused.failed.retry_after_s
+    assert s.orchestrator.admission.queued == 2
+    for client in (working, waiting, later):
+        s.accept()
+        assert not client.over
+        s.finish("tokens", client.run)
+        assert client.ended is not None
+
+
+def test_requests_that_come_at_once_are_counted_at_once(play):
+    s = play(max_live=1, max_queue=1)
+    clients = []
+    turn, s.turn = s.turn, lambda count=2: None
+    clients = [s.ask(chat("text")) for _ in range(4)]
+    s.turn = turn
+    s.turn()
+    assert [type(c.failed) for c in clients] == [type(None), type(None), TooBusy, TooBusy]
+    for client in clients[:2]:
+        s.accept()
+        s.finish("tokens", client.run)
+
+
+def test_priority_goes_first_then_who_came_first(play):
+    s = play(max_live=1)
+    first = s.ask(chat("text"))
+    low, high, high2 = (s.ask(chat("text", priority=p)) for p in (0, 5, 5))
+    for client in (first, high, high2, low):
+        s.accept()
+        s.finish("tokens", client.run)
+        assert client.ended is not None
+
+
+def test_who_leaves_the_queue_makes_room(play):
+    s = play(max_live=1, max_queue=1)
+    working, leaving = s.ask(chat("text")), s.ask(chat("text"))
+    s.orchestrator.client_gone(leaving.run)
+    s.turn()
+    assert leaving.ended.event.outcome == "cancelled"
+    assert s.orchestrator.admission.queued == 0
+    staying = s.ask(chat("text"))
+    assert not staying.over
+    s.accept()
+    s.finish("tokens", working.run)
+    s.accept()
+    s.finish("tokens", staying.run)
+
+
+# --- deadlines ------------------------------------------------------------------------------------------
+def test_the_queue_has_a_deadline(play):
+    s = play(max_live=1, queue_s=5.0, first_output_s=0.0)
+    working, waiting = s.ask(chat("text")), s.ask(chat("text"))
+    s.accept()
+    s.pass_time(4.9)
+    assert not waiting.over
+    s.pass_time(0.3)
+    assert waiting.failed.line() == "[deadline_exceeded:queue] nothing for 5.2 s (limit 5 s)"
+    s.finish("tokens", working.run)
+
+
+def test_the_first_output_has_a_deadline_that_names_the_stage(play):
+    s = play(first_output_s=10.0)
+    client, run = speaking(s)
+    s.pass_time(10.5)
+    assert client.failed.where == "first output of tokens"
+    s.turn()
+    assert {n for n, st in s.stages.items() if run in st.stops} == set(ORDER)
+    end_all(s, run)
+
+
+def test_silence_has_a_deadline_that_names_the_stage(play):
+    s = play(stall_s=5.0)
+    client, run = speaking(s)
+    s.stages["tokens"].put(run, "text", 0, text="a")
+    s.turn()
+    s.finish("tokens", run)
+    s.pass_time(4.0)
+    s.stages["frames"].link.send(msg.Progress(run, {}))
+    s.turn()
+    s.pass_time(4.0)
+    assert not client.over, "progress is a sign of life"
+    s.pass_time(1.5)
+    assert client.failed.where == "stall of frames"
+    end_all(s, run, "frames", "wave")
+
+
+def test_the_whole_has_a_deadline(play):
+    s = play(total_s=20.0)
+    client, run = speaking(s)
+    for i in range(5):
+        s.stages["tokens"].put(run, "text", i, text="a")
+        s.pass_time(4.5)
+    assert client.failed.line() == "[deadline_exceeded:total] not done after 20 s"
+    end_all(s, run)
+
+
+def test_a_requests_own_deadlines_win_and_zero_is_none(play):
+    s = play(first_output_s=5.0, total_s=50.0)
+    patient = s.ask(chat("text", deadlines=Deadlines(first_output_s=0.0, total_s=0.0)))
+    hasty = s.ask(chat("text", deadlines=Deadlines(first_output_s=1.0)))
+    for _ in range(2):
+        s.accept()
+    s.pass_time(1.5)
+    assert hasty.failed is not None
+    s.pass_time(1_000.0 - STOP_GRACE_S)
+    assert not patient.over
+    s.finish("tokens", patient.run)
+    assert patient.ended is not None
+
+
+# --- slow readers ------------------------------------------------------------------------------------------
+def test_a_reader_that_takes_nothing_ends_with_an_error(play):
+    s = play(max_output_bytes=100_000)
+    client, run = speaking(s)
+    client.reads = False
+    for i in range(3):
+        s.stages["wave"].put(run, "audio", i, sound(10_000, i))
+        s.turn()
+    assert isinstance(client.failed, TooBusy)
+    assert client.failed.where == "max_output_bytes"
+    assert len(client.pieces) == 3
+    assert s.stages["wave"].unreleased == 3, "what Triton holds stays valid until it is sent"
+    client.read()
+    end_all(s, run)
+
+
+def test_a_reader_that_keeps_up_may_take_any_amount(play):
+    s = play(max_output_bytes=100_000)
+    client, run = speaking(s)
+    for i in range(20):
+        s.stages["wave"].put(run, "audio", i, sound(10_000, i))
+        s.turn()
+    assert not client.over
+    assert s.orchestrator.lives[run].waiting == 0
+    for stage in ("tokens", "frames", "wave"):
+        s.finish(stage, run)
+
+
+def test_pieces_sent_after_the_request_is_forgotten_are_given_back(play):
+    s = play()
+    client, run = speaking(s)
+    client.reads = False
+    s.stages["wave"].put(run, "audio", 0, sound(10_000, 1))
+    s.turn()
+    for stage in ("tokens", "frames", "wave"):
+        s.finish(stage, run)
+    assert s.orchestrator.lives == {}
+    assert s.stages["wave"].unreleased == 1
+    client.read()
+
+
+# --- abort and clients that leave ------------------------------------------------------------------------------------------
+def abort(s, target):
+    return s.ask(GenerateRequest("abort", target=target), "abort-id").ended.event
+
+
+def test_abort_by_id_ends_all_of_that_id_once(play):
+    s = play()
+    clients = [s.ask(chat("text"), "same") for _ in range(3)]
+    other = s.ask(chat("text"), "same2")
+    for _ in range(4):
+        s.accept()
+    assert abort(s, "same").meta == {"aborted": 3}
+    for client in clients:
+        end = client.ended.event
+        assert (end.outcome, end.finish_reason, end.output, end.stage) == ("cancelled", "abort", "text", "tokens")
+    assert abort(s, "same").meta == {"aborted": 0}, "again: nothing to end"
+    assert abort(s, "nobody").meta == {"aborted": 0}
+    assert abort(s, "").meta == {"aborted": 0}
+    assert not other.over
+    for client in clients:
+        s.finish("tokens", client.run, "stopped")
+    s.finish("tokens", other.run)
+    assert s.orchestrator.metrics.requests["cancelled"] == 3
+
+
+def test_what_comes_after_an_abort_is_given_back_and_not_sent(play):
+    s = play()
+    client, run = speaking(s)
+    s.stages["tokens"].put(run, "text", 0, text="a")
+    s.turn()
+    abort(s, "req")
+    s.stages["tokens"].put(run, "text", 1, text="b")
+    s.stages["wave"].put(run, "audio", 0, sound(20_000, 1))
+    s.stages["tokens"].link.send(msg.Progress(run, {}))
+    s.turn()
+    assert client.text == "a"
+    assert (client.ended.event.output, client.ended.event.stage) == ("audio", "wave")
+    end_all(s, run)
+
+
+@pytest.mark.parametrize("accepted", range(4))
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_client_that_leaves_in_any_phase(play, accepted, answered):
+    """Before, between and after the opens; also while BLS has not answered yet."""
+    s = play()
+    client = s.ask(chat("text", "audio"))
+    run = client.run
+    calls = []
+    for _ in range(accepted):
+        message, opened, _ = s.take_call()
+        stage = s.stage_of(message)
+        stage.reply(message.reply, msg.Accepted(run, stage.hub.address))
+        s.turn()
+        if answered:
+            s.answer(opened)
+        else:
+            calls.append(opened)
+    s.orchestrator.client_gone(run)
+    s.orchestrator.client_gone(run)
+    s.turn()
+    assert client.ended.event.outcome == "cancelled"
+    if accepted < 3:  # one more is being opened: it is stopped as soon as it is accepted
+        message, opened, _ = s.take_call()
+        stage = s.stage_of(message)
+        stage.reply(message.reply, msg.Accepted(run, stage.hub.address))
+        s.answer(opened)
+    s.turn()
+    stopped = [name for name, st in s.stages.items() if st.stops == [run]]
+    assert sorted(stopped) == sorted(ORDER[: min(accepted + 1, 3)])
+    assert s.opener.calls == [], "nothing is opened after the end"
+    end_all(s, run, *stopped)
+    for opened in calls:
+        assert run in s.orchestrator.lives, "a request lives until its handles are put away"
+        s.answer(opened)
+
+
+# --- failures ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("failing", range(3))
+def test_an_open_that_fails_stops_the_others(play, failing):
+    s = play()
+    client = s.ask(chat("text", "audio"))
+    for _ in range(failing):
+        s.accept()
+    _, _, failed = s.take_call()
+    failed(Unavailable("the stage is restarting", ORDER[failing]))
+    s.turn()
+    assert client.failed.line() == f"[unavailable:{ORDER[failing]}] the stage is restarting"
+    assert s.opener.calls == []
+    for name in ORDER[:failing]:
+        assert s.stages[name].stops == [client.run]
+        s.finish(name, client.run, "stopped")
+
+
+@pytest.mark.parametrize("failing", ORDER)
+def test_a_stage_that_fails_ends_the_request_with_its_name(play, failing):
+    s = play()
+    client, run = speaking(s)
+    s.fail(failing, run, StageFailed("boom"))
+    assert client.failed.line() == f"[stage_failed:{failing}] boom"
+    others = [name for name in ORDER if name != failing]
+    for name in others:  # consumers report the same trouble; only the first counts
+        s.fail(name, run, StageFailed("boom", failing))
+
+
+def test_a_run_refused_over_the_link_before_bls_answers(play):
+    """The worker says Failed, the stub ends its stream without outputs: the handle comes last."""
+    s = play()
+    client = s.ask(chat("text"))
+    message, opened, _ = s.take_call()
+    stage = s.stages["tokens"]
+    stage.reply(message.reply, msg.Failed(message.run, msg.ErrorInfo("bad_request", "no", "stages.tokens.x")))
+    s.turn()
+    assert client.failed.where == "stages.tokens.x"
+    assert client.run in s.orchestrator.lives
+    handle = s.answer(opened)
+    assert s.opener.closed == [handle]
+
+
+def test_a_run_refused_over_the_link_and_by_bls(play):
+    s = play()
+    client = s.ask(chat("text"))
+    message, _, failed = s.take_call()
+    s.stages["tokens"].reply(message.reply, msg.Failed(message.run, msg.ErrorInfo("stage_failed", "no", "tokens")))
+    s.turn()
+    failed(Unavailable("gone", "tokens"))
+    s.turn()
+    assert client.failed.code == "stage_failed"
+
+
+@pytest.mark.parametrize("dead", ORDER)
+def test_a_worker_that_dies_fails_its_requests_at_once_and_its_handle_is_buried(play, dead):
+    s = play()
+    client, run = speaking(s)
+    handle = s.opener.handles[ORDER.index(dead)]
+    s.kill(dead)
+    s.turn()
+    assert client.failed.line() == f"[stage_failed:{dead}] the stage's worker died"
+    assert s.opener.buried == [handle]
+    assert s.orchestrator.metrics.lost == {dead: 1}
+    for name in ORDER:
+        if name != dead:
+            s.finish(name, run, "stopped")
+
+
+def test_the_death_of_one_instance_leaves_requests_of_another_alone(play, tmp_path):
+    s = play()
+    first = s.ask(chat("text"))
+    s.accept()
+    old = s.stages["tokens"]
+    s.stages["tokens"] = ScriptedStage(tmp_path, PIPELINE, "tokens", 1)
+    second = s.ask(chat("text"))
+    s.accept()
+    old.hub.close()
+    s.turn()
+    assert first.failed.where == "tokens"
+    assert not second.over
+    s.finish("tokens", second.run)
+    assert second.ended is not None
+
+
+def test_a_worker_that_dies_before_bls_has_answered(play):
+    s = play()
+    client = s.ask(chat("text"))
+    s.accept(opener_answers=False)
+    call = s.orchestrator.lives[client.run]
+    s.kill("tokens")
+    assert client.failed.where == "tokens"
+    assert call.closing == {"tokens": True}
+    s.pass_time(STOP_GRACE_S + 0.5)
+
+
+# --- stages that do not answer ------------------------------------------------------------------------------------------
+def test_a_run_that_does_not_stop_is_given_up(play):
+    s = play()
+    client, run = speaking(s)
+    abort(s, "req")
+    s.finish("tokens", run, "stopped")
+    s.pass_time(STOP_GRACE_S - 0.5)
+    assert run in s.orchestrator.lives
+    s.pass_time(1.0)
+    assert s.orchestrator.lives == {}
+    assert len(s.opener.buried) == 2
+    assert client.ended.event.outcome == "cancelled"
+    s.finish("wave", run, "stopped")  # too late; nobody minds
+
+
+def test_an_open_that_is_answered_after_it_was_given_up(play):
+    """The run that nobody waits for any more is stopped when it turns up, and its handle is put away."""
+    s = play()
+    client = s.ask(chat("text"))
+    message, opened, _ = s.take_call()
+    s.orchestrator.client_gone(client.run)
+    s.turn()
+    s.pass_time(STOP_GRACE_S + 0.5)
+    assert s.orchestrator.lives == {}
+    stage = s.stages["tokens"]
+    stage.reply(message.reply, msg.Accepted(message.run, stage.hub.address))
+    handle = s.answer(opened)
+    s.turn()
+    assert s.opener.buried == [handle]
+    assert stage.stops == [message.run], "else it would run to its natural end, for nobody"
+
+
+def test_outputs_of_unknown_runs_are_given_back(play):
+    s = play()
+    client, run = speaking(s)
+    for stage in ("tokens", "frames", "wave"):
+        s.finish(stage, run)
+    s.stages["wave"].put(run, "audio", 0, sound(10_000, 1))
+    s.stages["wave"].link.send(msg.Finished(run, "stop"))
+    s.stages["wave"].link.send(msg.Stop(run))  # nonsense
+    s.turn()
+    assert client.ended is not None
+
+
+# --- health ------------------------------------------------------------------------------------------
+def test_health_tells_the_truth(play):
+    s = play(max_live=1)
+    client = s.ask(chat("text"))
+    s.accept()
+    waiting = s.ask(chat("text"))
+    event = s.ask(GenerateRequest("health"), "h").ended.event
+    assert (event.type, event.request_id) == ("health", "h")
+    meta = event.meta
+    assert meta["ready"]
+    assert meta["pipeline"] == "toy"
+    assert (meta["live"], meta["queued"]) == (1, 1)
+    assert {n: st["live"] for n, st in meta["stages"].items()} == {"tokens": 1, "frames": 0, "wave": 0}
+    assert meta["operations"] == ["chat", "speech"]
+    s.states["wave"]["state"] = "restarting"
+    assert not s.orchestrator.health().meta["ready"]
+    del s.states["wave"]
+    missing = s.orchestrator.health().meta
+    assert not missing["ready"]
+    assert missing["stages"]["wave"]["state"] == "missing"
+    s.finish("tokens", client.run)
+    s.accept()
+    s.finish("tokens", waiting.run)
+
+
+def test_a_ping_is_answered(play):
+    s = play()
+    stage = s.stages["tokens"]
+    stage.reply(s.hub.address, msg.Ping())
+    s.turn()
+    assert msg.Ping("toy/", "ready", 0) in stage.got
+
+
+def test_media_go_to_the_stages_that_take_them(play):
+    tokens, *others = PIPELINE.stages
+    listens = replace(tokens, inputs=(TensorSpec("audio", "float32", (-1,)),))
+    s = play(replace(PIPELINE, stages=(listens, *others), check=lambda request: None))
+    part = Part("audio", length=5, sample_rate=16_000)
+    s.ask(GenerateRequest(messages=(Message("user", (part,)),), modalities=("text",)), audio=5)
+    s.until(lambda: s.opener.calls)
+    call = s.opener.calls[0][0]
+    assert call.tensor_names == ("audio",)
+    assert call.model == "toy_tokens"
+    message, _, failed = s.take_call()
+    assert message.has_inputs
+    failed(Unavailable("x", "tokens"))
+    s.turn()
+
+
+def test_a_posted_thing_that_is_none_is_our_own_mistake(play):
+    s = play()
+    s.hub.post("nonsense")
+    with pytest.raises(TypeError):
+        s.turn()
