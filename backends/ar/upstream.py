@@ -187,6 +187,12 @@ def runner(llm: LLMEngine) -> Any:
     return executor.driver_worker.worker.model_runner
 
 
+def media_features(llm: LLMEngine, key: str) -> list[Any]:
+    """vLLM's features of the media in a run's prompt, by position; asked in the step that answered it first."""
+    state = next(state for state in runner(llm).requests.values() if _key(state) == key)
+    return sorted(state.mm_features, key=lambda feature: feature.mm_position.offset)
+
+
 def attach_taps(llm: LLMEngine, taps: Taps) -> None:
     """From now on `taps` sees every step."""
     runner(llm).taps = taps

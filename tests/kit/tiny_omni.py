@@ -184,7 +184,7 @@ def _config(ids: dict[str, int], codes: int, books: int) -> dict[str, Any]:
         },
     }  # fmt: skip
     talker = special | {
-        "num_code_groups": books, "thinker_hidden_size": HIDDEN, "accept_hidden_layer": 2, "spatial_merge_size": 2,
+        "num_code_groups": books, "thinker_hidden_size": HIDDEN, "accept_hidden_layer": 3, "spatial_merge_size": 2,
         "output_router_logits": False, "codec_nothink_id": talker_vocab - 10, "codec_think_bos_id": talker_vocab - 9,
         "codec_think_eos_id": talker_vocab - 8, "codec_pad_id": talker_vocab - 7, "codec_bos_id": talker_vocab - 6,
         "codec_eos_token_id": talker_vocab - 5,
@@ -237,6 +237,8 @@ class Reference:
         from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
 
         self.model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        # transformers asks the talker's config for the audio encoder's when sound and picture meet, and it has none
+        self.model.talker.config.audio_config = self.model.config.thinker_config.audio_config
         self.processor = AutoProcessor.from_pretrained(folder)
 
     def speak(self, messages: list[dict[str, Any]], tokens: int, frames: int = 40, speaker: str = "Ethan") -> Spoken:
@@ -244,6 +246,11 @@ class Reference:
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         inputs = self.processor.tokenizer(text, return_tensors="pt")
         return self.generate(dict(inputs), tokens, frames, speaker)
+
+    def see(self, messages: list[dict[str, Any]], tokens: int, frames: int, **media: Any) -> Spoken:
+        """The same with `images`, `audio` and `videos`, in the order in which the messages name them."""
+        text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self.generate(dict(self.processor(text=text, return_tensors="pt", **media)), tokens, frames)
 
     def generate(self, inputs: dict[str, Any], tokens: int, frames: int = 40, speaker: str = "Ethan") -> Spoken:
         caught: dict[str, Any] = {}

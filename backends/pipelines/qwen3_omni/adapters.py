@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What crosses the edges of Qwen3-Omni, and how the consuming stage reads it. A full input is one last chunk.
 
-    thinker → talker     first chunk: prompt_ids int32 (tokens,), media float32 (media positions, hidden) if there are
-                         any; every chunk: token_ids int32 (words,), the tokens to be spoken
+    thinker → talker     first chunk: prompt_ids int32 (tokens,), and if there are media: media float32 (media
+                         positions, hidden), meta with their shapes (thinker.media_shapes);
+                         every chunk: token_ids int32 (words,), the tokens to be spoken
     talker → code2wav    codes int32 (frames, books)
 
 Words travel as token ids: the talker holds the thinker's word embeddings (0.6 GB of the real model), which are what
@@ -12,7 +13,8 @@ positions need hidden rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -27,12 +29,14 @@ class Piece:
     token_ids: list[int]
     media: np.ndarray | None = None
     """(media positions, hidden) float32: the accept layer's rows"""
+    shapes: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def piece_of(chunk: Chunk) -> Piece:
     """Adapter thinker → talker; an empty last chunk is a piece without words."""
     media = _array(chunk, "media")
-    return Piece(_ids(chunk, "prompt_ids"), _ids(chunk, "token_ids"), None if media is None else media.copy())
+    rows = None if media is None else media.copy()
+    return Piece(_ids(chunk, "prompt_ids"), _ids(chunk, "token_ids"), rows, dict(chunk.meta))
 
 
 def codes_of(chunk: Chunk) -> np.ndarray | None:

@@ -29,6 +29,7 @@ def talker_config(config: Any) -> Any:
     found.architectures = [ARCHITECTURE]
     found.model_type = "qwen3_omni_moe_talker"
     found.text_vocab_size = config.thinker_config.text_config.vocab_size
+    found.audio_n_window = config.thinker_config.audio_config.n_window
     for name in ("tts_pad", "tts_bos", "tts_eos", "im_start", "user", "assistant"):
         setattr(found, f"{name}_token_id", getattr(config, f"{name}_token_id"))
     return found

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoePreTrainedModelForConditionalGeneration as OmniModel,
+)
 
 from backends.ar.frames import FrameEngine, Taken
 from backends.ar.upstream import register_model
@@ -42,12 +46,15 @@ class Talker:
         )
         self.pad_token: int = config.codec_pad_id
         self.end_token: int = config.codec_eos_token_id
+        self._rope: Any = RopeIndex(config)
         self.media_ids = frozenset((config.audio_token_id, config.image_token_id, config.video_token_id))
 
     def begin(self, run: Run) -> Conversation:
         name = (run.request.voice or DEFAULT_VOICE).lower()
         if name not in self.speakers:
-            raise BadRequest(f"unknown voice '{run.request.voice}'; available: {', '.join(sorted(self.speakers))}", "voice")
+            raise BadRequest(
+                f"unknown voice '{run.request.voice}'; available: {', '.join(sorted(self.speakers))}", "voice"
+            )
         return Conversation(self, self.speakers[name])
 
     def predict(
@@ -79,6 +86,24 @@ class Talker:
         )
         text[HEADER_TOKENS:] += codec
         return torch.cat([self._user_rows(prompt), text])
+
+    def positions(self, prompt: Piece, length: int) -> tuple[torch.Tensor, int] | None:
+        """Positions (3, length) of the prompt's rows if it shows pictures; sounds alone count like words."""
+        shapes = prompt.shapes
+        if not shapes.get("image_grids") and not shapes.get("video_grids"):
+            return None
+        ids = [prompt.prompt_ids[place] for place in self.user_places(prompt.prompt_ids)]
+        ids += [self.config.tts_pad_token_id] * (length - len(ids))
+        found, offset = self._rope.get_rope_index(
+            torch.tensor([ids]),
+            torch.tensor(shapes["image_grids"]) if shapes["image_grids"] else None,
+            torch.tensor(shapes["video_grids"]) if shapes["video_grids"] else None,
+            torch.ones(1, length, dtype=torch.long),
+            False,
+            torch.tensor(shapes["audio_lengths"]) if shapes["audio_lengths"] else None,
+            torch.tensor(shapes["video_steps_s"]) if shapes["video_steps_s"] else None,
+        )
+        return found[:, 0].to(torch.int64), int(offset)
 
     def spoken(self, prompt: Piece) -> list[int]:
         """Tokens of the prompt that already belong to the answer (a template may begin it)."""
@@ -118,6 +143,22 @@ class Talker:
         return rows
 
 
+class RopeIndex:
+    """transformers' rule for positions of media, without the network it is a method of."""
+
+    get_rope_index = OmniModel.get_rope_index
+    get_llm_pos_ids_for_vision = OmniModel.get_llm_pos_ids_for_vision
+    get_chunked_index = OmniModel.get_chunked_index
+
+    def __init__(self, config: Any) -> None:
+        self.spatial_merge_size: int = config.spatial_merge_size
+        names = ("image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id")
+        self.config = SimpleNamespace(
+            **{name: getattr(config, name) for name in (*names, "audio_start_token_id", "position_id_per_seconds")},
+            audio_config=SimpleNamespace(n_window=config.audio_n_window),
+        )
+
+
 class Conversation:
     """backends.ar.frames.Conditioning of one run."""
 
@@ -138,6 +179,7 @@ class Conversation:
                 raise StageFailed("words came before the prompt", "thinker->talker")
             self._started = True
             taken.prompt = self._talker.prompt_rows(self._prompt, words.pop(0), self._speaker)
+            taken.positions = self._talker.positions(self._prompt, len(taken.prompt))
         if words:
             taken.text = list(self._talker.network.text_rows(words))
         if last:

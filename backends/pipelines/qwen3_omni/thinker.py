@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoConfig
 
 from backends.ar.engine import ArEngine, Live, RequestOutput
-from backends.ar.options import checkpoint, read_options
-from backends.ar.upstream import Span, attach_taps, hook_arguments
+from backends.ar.options import OptionsError, checkpoint, read_options
+from backends.ar.upstream import Span, attach_taps, hook_arguments, media_features
 from backends.core.chunk import Tensor
 from backends.core.engine import Send
 from backends.core.pipeline import EngineContext
@@ -24,8 +25,11 @@ def make_thinker(context: EngineContext) -> ArEngine:
     thinker = config.thinker_config
     if not config.enable_audio_output:
         return ArEngine(context, ChatPrompts)
-    needed = hook_arguments([config.talker_config.accept_hidden_layer])
-    engine = ArEngine(context, ChatPrompts, to_talker, needed)
+    layer, deep = config.talker_config.accept_hidden_layer, len(thinker.vision_config.deepstack_visual_indexes)
+    if layer <= deep:  # there vLLM's rows already hold what the next layers add for pictures, transformers' do not
+        raise OptionsError(f"accept_hidden_layer is {layer}; it must come after the {deep} layers that read pictures")
+    needed = hook_arguments([layer])
+    engine = ArEngine(context, ChatPrompts, lambda live, output: to_talker(engine, live, output), needed)
     media_ids = [thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id]
     attach_taps(engine.llm, MediaRows(engine.live, media_ids))
     return engine
@@ -51,13 +55,14 @@ class MediaRows:
             live.hidden |= {span.position + place: row for place, row in zip(places, rows, strict=True)}
 
 
-def to_talker(live: Live, output: RequestOutput) -> Iterable[Send]:
+def to_talker(engine: ArEngine, live: Live, output: RequestOutput) -> Iterable[Send]:
     """The new words, and with the first ones the prompt. The last token, whatever it is, is never spoken."""
     words = list(output.outputs[0].token_ids)
     is_first = live.completion_tokens == len(words)
     if output.finished:
         del words[-1:]
     tensors: list[Tensor] = []
+    meta: dict[str, Any] = {}
     if is_first:
         assert output.prompt_token_ids is not None, "vLLM names the prompt in every output"
         tensors.append(_ids("prompt_ids", output.prompt_token_ids))
@@ -65,9 +70,25 @@ def to_talker(live: Live, output: RequestOutput) -> Iterable[Send]:
             rows = torch.stack([live.hidden[place] for place in sorted(live.hidden)])
             tensors.append(Tensor.of("media", rows.numpy()))
             live.hidden.clear()
+            meta = media_shapes(media_features(engine.llm, live.key))
     if words:
         tensors.append(_ids("token_ids", words))
-    return (Send(live.run, tuple(tensors)),) if tensors else ()
+    return (Send(live.run, tuple(tensors), meta),) if tensors else ()
+
+
+def media_shapes(features: Sequence[Any]) -> dict[str, Any]:
+    """What the talker's positions depend on: the grids of pictures, the lengths of sounds, in order."""
+    found: dict[str, Any] = {"image_grids": [], "video_grids": [], "video_steps_s": [], "audio_lengths": []}
+    for feature in features:
+        data = feature.data.get_data()
+        if feature.modality == "image":
+            found["image_grids"].append(data["image_grid_thw"].flatten().tolist())
+        elif feature.modality == "video":
+            found["video_grids"].append(data["video_grid_thw"].flatten().tolist())
+            found["video_steps_s"].append(float(data["second_per_grid_ts"]))
+        else:
+            found["audio_lengths"].append(int(data["audio_feature_lengths"]))
+    return found
 
 
 def _ids(name: str, ids: Sequence[int]) -> Tensor:

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures, sounds and films: thinker and talker against transformers on the same samples and pixels."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from backends.core.chunk import Tensor
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest, Message, Part, Sampling
+from backends.pipelines.qwen3_omni.pipeline import PIPELINE
+from tests.kit.ar_worker import become_ar_worker
+from tests.kit.chain import Chain
+from tests.kit.omni_chats import FRAMES, check, engines
+from tests.kit.tiny_omni import Reference, tiny_omni
+
+become_ar_worker()
+pytestmark = pytest.mark.timeout(240)
+
+TOKENS = 16
+AUDIO_HZ = 16_000
+RNG = np.random.default_rng(3)
+PICTURES = [RNG.integers(0, 255, (96, 64, 3), dtype=np.uint8), RNG.integers(0, 255, (64, 128, 3), dtype=np.uint8)]
+SOUNDS = [
+    (0.3 * np.sin(np.arange(2 * AUDIO_HZ) / 20)).astype(np.float32),
+    (0.2 * np.sin(np.arange(AUDIO_HZ) / 7)).astype(np.float32),
+]
+FILM = RNG.integers(0, 255, (4, 64, 64, 3), dtype=np.uint8)
+
+CASES = {
+    "picture": ["image0", "what is this"],
+    "sound": ["audio0", "what is this"],
+    "film": ["video0", "what is this"],
+    "two pictures": ["hello", "image0", "and", "image1"],
+    "picture and sound": ["image1", "audio1", "speech and images"],
+    "sound, picture, sound": ["audio0", "image0", "audio1", "go"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_omni(tmp_path_factory.mktemp("tiny_omni"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    model = Reference(folder)
+    chats = {name: transformers_chat(case) for name, case in CASES.items()}
+    return {name: model.see(messages, TOKENS, FRAMES, **media) for name, (messages, media) in chats.items()}
+
+
+@pytest.fixture(scope="module")
+def chain(folder):
+    limits = {"limit_mm_per_prompt": {"audio": 2, "image": 2, "video": 1}}
+    chain = Chain(PIPELINE, engines(folder, limits | {"max_num_batched_tokens": 1024}))
+    yield chain
+    chain.close()
+    gc.collect()
+
+
+def item(word):
+    kind, place = word[:-1], word[-1]
+    if not place.isdigit():
+        return "text", word
+    return kind, {"image": PICTURES, "audio": SOUNDS, "video": [FILM]}[kind][int(place)]
+
+
+def transformers_chat(case):
+    content, media = [], {}
+    for kind, thing in map(item, case):
+        content.append({"type": kind} | ({"text": thing} if kind == "text" else {}))
+        if kind != "text":
+            name = {"image": "images", "audio": "audio", "video": "videos"}[kind]
+            media.setdefault(name, []).append(Image.fromarray(thing) if kind == "image" else thing)
+    return [{"role": "user", "content": content}], media
+
+
+def our_request(case):
+    parts, flat = [], {}
+    for kind, thing in map(item, case):
+        if kind == "text":
+            parts.append(Part("text", thing))
+            continue
+        before = flat.setdefault(kind, [])
+        offset = sum(piece.size for piece in before)
+        before.append(thing.reshape(-1))
+        rate = AUDIO_HZ if kind == "audio" else 0
+        shape = () if kind == "audio" else thing.shape
+        parts.append(Part(kind, offset=offset, length=thing.size, sample_rate=rate, shape=shape))
+    inputs = {kind: Tensor.of(kind, np.concatenate(pieces)) for kind, pieces in flat.items()}
+    messages = (Message("user", tuple(parts)),)
+    return GenerateRequest(messages=messages, sampling=Sampling(temperature=0.0, max_tokens=TOKENS)), inputs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_alone_equals_transformers(chain, reference, name):
+    job = chain.open(*our_request(CASES[name]))
+    chain.run()
+    check(job, reference[name])
+
+
+def test_together_and_again_equals_transformers(chain, reference):
+    """The second time everything is in the prefix and encoder caches."""
+    for _ in range(2):
+        jobs = {name: chain.open(*our_request(case)) for name, case in CASES.items()}
+        chain.run()
+        for name, job in jobs.items():
+            check(job, reference[name])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Part("image", length=10, shape=(1, 1, 3)),
+        Part("image", length=12, shape=(2, 2)),
+        Part("image", offset=10**9, length=3, shape=(1, 1, 3)),
+        Part("audio", length=10),
+    ],
+)
+def test_media_that_are_not_there_are_refused(chain, part):
+    request = GenerateRequest(messages=(Message("user", (part,)),))
+    with pytest.raises(BadRequest) as caught:
+        chain.open(request, {"image": Tensor.of("image", np.zeros(300, np.uint8))})
+    assert caught.value.where == "messages[0]"
