@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be refused before any stage works, naming the field."""
+
+from __future__ import annotations
+
+from backends.ar.sampling import stage_sampling
+from backends.codec.engine import run_options
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest
+from backends.pipelines.chat.thinker import check_messages
+
+VOICES = ("heart",)
+LANGUAGES = ("en", "en-us")
+STAGES = ("transcriber", "thinker", "talker", "code2wav")
+MAX_INPUT_CHARS = 4096
+
+
+def check(request: GenerateRequest) -> None:
+    """The pipeline's check."""
+    if request.voice not in (None, *VOICES):
+        raise BadRequest(f"unknown voice '{request.voice}'; available: {', '.join(VOICES)}", "voice")
+    if request.language is not None and request.language.lower() not in LANGUAGES:
+        raise BadRequest(f"unknown language '{request.language}'; available: {', '.join(LANGUAGES)}", "language")
+    if request.operation == "chat":
+        _check_chat(request)
+    if request.operation == "speech":
+        _check_speech(request)
+    _check_options(request)
+
+
+def _check_chat(request: GenerateRequest) -> None:
+    check_messages(request)
+    if not any(message.role == "user" for message in request.messages):
+        raise BadRequest("at least one message of role 'user' is needed", "messages")
+    if request.input:
+        raise BadRequest("operation 'chat' reads messages; 'input' belongs to operation 'speech'", "input")
+
+
+def _check_speech(request: GenerateRequest) -> None:
+    if not request.input.strip():
+        raise BadRequest("there is nothing to speak", "input")
+    if len(request.input) > MAX_INPUT_CHARS:
+        raise BadRequest(f"at most {MAX_INPUT_CHARS} characters can be spoken, not {len(request.input)}", "input")
+    if request.messages:
+        raise BadRequest("operation 'speech' speaks 'input'; messages belong to operation 'chat'", "messages")
+
+
+def _check_options(request: GenerateRequest) -> None:
+    """Options for single stages, by the stage that reads them."""
+    for stage, given in request.stages.items():
+        if stage not in STAGES:
+            raise BadRequest(f"unknown stage '{stage}'; stages: {', '.join(STAGES)}", f"stages.{stage}")
+        if stage == "thinker":
+            stage_sampling(given, request.sampling, stage)
+        elif stage == "code2wav":
+            run_options(given, stage)
+        elif given:
+            key = next(iter(given))
+            raise BadRequest(f"unknown option '{key}'; stage '{stage}' has none", f"stages.{stage}.{key}")
