@@ -17,8 +17,9 @@ def load_deploy(path: Path, pipeline: Pipeline) -> Deploy:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path.name}: {error}") from None
-    if isinstance(values, dict):  # `tokens:` with nothing behind it means all defaults
-        values["stages"] = {name: stage or {} for name, stage in (values.get("stages") or {}).items()}
+    if isinstance(values, dict) and isinstance(values.setdefault("stages", {}), dict):
+        # `tokens:` with nothing behind it means all defaults
+        values["stages"] = {name: {} if stage is None else stage for name, stage in values["stages"].items()}
     deploy = convert(values, Deploy, path.name)
     if deploy.pipeline != pipeline.name:
         raise ConfigError(f"{path.name}: it is for pipeline '{deploy.pipeline}', not '{pipeline.name}'")

@@ -19,6 +19,11 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
+def _check_finite(name: str, seconds: float) -> None:
+    if not math.isfinite(seconds):
+        raise ValueError(f"{name} must be a finite number of seconds (0 disables it)")
+
+
 class ConfigError(ValueError):
     """A deploy file or a model's parameters cannot be used; the text names the place and the key."""
 
@@ -49,8 +54,7 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         for name in ("queue_s", "first_output_s", "stall_s", "total_s"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} must be a finite number of seconds (0 disables it)")
+            _check_finite(name, getattr(self, name))
 
 
 class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,6 +74,8 @@ class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
+        _check_finite("start_timeout_s", self.start_timeout_s)
+        _check_finite("hang_s", self.hang_s)
         if self.device not in ("cpu", "cuda", "auto"):
             raise ValueError(f"device must be cpu, cuda or auto, not '{self.device}'")
 

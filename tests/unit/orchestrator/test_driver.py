@@ -158,7 +158,7 @@ def test_many_requests_live_side_by_side(play):
     s.finish("tokens", first.run)
 
 
-# --- refused at the door ------------------------------------------------------------------------------------------
+# --- refused at the door -----------------------------------------------------------------------------------------
 REFUSED = [
     (chat("smell"), {}, "modalities"),
     (GenerateRequest("sing"), {}, "operation"),
@@ -362,7 +362,7 @@ def test_pieces_sent_after_the_request_is_forgotten_are_given_back(play):
     client.read()
 
 
-# --- abort and clients that leave ------------------------------------------------------------------------------------------
+# --- abort and clients that leave --------------------------------------------------------------------------------
 def abort(s, target):
     return s.ask(GenerateRequest("abort", target=target), "abort-id").ended.event
 
@@ -533,7 +533,7 @@ def test_a_worker_that_dies_before_bls_has_answered(play):
     s.pass_time(STOP_GRACE_S + 0.5)
 
 
-# --- stages that do not answer ------------------------------------------------------------------------------------------
+# --- stages that do not answer -----------------------------------------------------------------------------------
 def test_a_run_that_does_not_stop_is_given_up(play):
     s = play()
     client, run = speaking(s)

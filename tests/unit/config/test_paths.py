@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of this machine: whose they are, and who may read them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import backends
+from backends.config import paths
+
+VARIABLES = ("TRITON_OMNI_HOME", "TRITON_OMNI_ENGINE_PYTHON", "TRITON_OMNI_MODELS", "TRITON_OMNI_RUN_DIR")
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch, tmp_path):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def test_a_run_folder_is_private_and_the_servers_own(tmp_path):
+    path = paths.run_dir(os.getpid())
+    assert path == paths.run_dir(os.getpid())
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.is_relative_to(tmp_path)
+    assert path.name == f"{os.getpid()}-{paths.start_time(os.getpid())}"
+    assert paths.run_dir(1) != path
+
+
+def test_a_given_run_folder_is_used_if_it_is_private(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_OMNI_RUN_DIR", str(tmp_path / "deep" / "run"))
+    assert paths.run_dir(1) == tmp_path / "deep" / "run"
+    (tmp_path / "deep" / "run").chmod(0o755)
+    with pytest.raises(PermissionError, match="0700"):
+        paths.run_dir(1)
+
+
+def test_a_folder_that_somebody_prepared_is_refused(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    (tmp_path / f"triton-omni-{os.getuid()}").symlink_to(other)
+    with pytest.raises(PermissionError):
+        paths.run_dir(os.getpid())
+
+
+def test_start_times_tell_processes_apart():
+    assert paths.start_time(os.getpid()) > 0
+    assert paths.start_time(2**22 + 1) == 0
+
+
+def test_home_and_what_lies_in_it(monkeypatch, tmp_path):
+    beside = Path(backends.__file__).resolve().parents[1] / ".runtime"
+    assert paths.home() == (beside if beside.is_dir() else Path.home() / ".cache" / "triton-omni")
+    monkeypatch.setenv("TRITON_OMNI_HOME", str(tmp_path))
+    assert paths.home() == tmp_path
+    assert paths.models_dir() == tmp_path / "models"
+    assert paths.engine_python() == Path(sys.executable), "nothing is set up there"
+    ours = tmp_path / "engine" / "bin" / "python"
+    ours.parent.mkdir(parents=True)
+    ours.touch()
+    assert paths.engine_python() == ours
+    monkeypatch.setenv("TRITON_OMNI_MODELS", "/m")
+    monkeypatch.setenv("TRITON_OMNI_ENGINE_PYTHON", "/p")
+    assert paths.models_dir() == Path("/m")
+    assert paths.engine_python() == Path("/p")

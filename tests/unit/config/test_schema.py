@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deploy values: round trip to config.pbtxt parameters, and errors that name place, key and nearest key."""
+
+from __future__ import annotations
+
+import pytest
+
+from backends.config.load import load_deploy
+from backends.config.schema import (
+    ConfigError,
+    Deploy,
+    OrchestratorDeploy,
+    StageDeploy,
+    convert,
+    from_parameters,
+    to_parameters,
+)
+from backends.pipelines.toy.pipeline import PIPELINE
+
+ENGINE = {"model": 'a "quoted" \\ name\n', "n": 3, "f": 0.5, "on": True, "none": None, "list": [1, {"x": "y"}], "": 1}
+
+
+def test_stage_values_survive_the_parameters():
+    deploy = StageDeploy(start_timeout_s=5.5, hang_s=0.0, engine={k: v for k, v in ENGINE.items() if k})
+    flat = to_parameters(deploy)
+    assert all(isinstance(value, str) for value in flat.values())
+    assert from_parameters(flat, StageDeploy, "model x") == deploy
+
+
+def test_orchestrator_values_survive_the_parameters():
+    deploy = OrchestratorDeploy(max_live=3, max_queue=0, queue_s=0.25, max_output_bytes=7)
+    assert from_parameters(to_parameters(deploy), OrchestratorDeploy, "model x") == deploy
+
+
+def test_instances_and_device_are_said_by_the_instance_group():
+    assert not {"instances", "device"} & set(to_parameters(StageDeploy(instances=4, device="cuda")))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kind", "words"),
+    [
+        ({"max_liv": "3"}, OrchestratorDeploy, "unknown field `max_liv`.*did you mean 'max_live'"),
+        ({"qqqqqqqq": "3"}, OrchestratorDeploy, "unknown field `qqqqqqqq`"),
+        ({"max_live": "0"}, OrchestratorDeploy, "max_live"),
+        ({"max_live": "many"}, OrchestratorDeploy, "max_live"),
+        ({"queue_s": "-1"}, OrchestratorDeploy, "queue_s"),
+        ({"queue_s": "nan"}, OrchestratorDeploy, "float. >= 0.0 - at .*queue_s"),
+        ({"total_s": "inf"}, OrchestratorDeploy, "total_s must be a finite"),
+        ({"hang_s": "inf"}, StageDeploy, "hang_s must be a finite"),
+        ({"start_timeout_s": "inf"}, StageDeploy, "start_timeout_s must be a finite"),
+        ({"start_timeout_s": "-1"}, StageDeploy, "start_timeout_s"),
+        ({"engine.model": "no quotes"}, StageDeploy, "engine.model: 'no quotes' is not JSON"),
+        ({"device": "tpu"}, StageDeploy, "device must be cpu, cuda or auto"),
+    ],
+)
+def test_bad_parameters_are_named_with_their_model(parameters, kind, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        from_parameters(parameters, kind, "model toy_wave")
+    assert str(caught.value).startswith("model toy_wave: ")
+
+
+GOOD = "pipeline: toy\nstages: {tokens: {}, frames: , wave: {hang_s: 3}}\n"
+
+
+def load(tmp_path, text):
+    path = tmp_path / "deploy.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_deploy(path, PIPELINE)
+
+
+def test_a_deploy_file(tmp_path):
+    deploy = load(tmp_path, GOOD + "orchestrator: {max_live: 5}\n")
+    assert deploy.stages["frames"] == StageDeploy()
+    assert deploy.stages["wave"].hang_s == 3
+    assert deploy.orchestrator.max_live == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "deploy.yaml: Expected `object`, got `null`"),
+        ("- a", "Expected `object`, got `array`"),
+        ("a: [", "deploy.yaml: while parsing"),
+        ("stages: {}", "missing required field `pipeline`"),
+        ("pipeline: toy\nstages: [tokens]", "stages"),
+        ("pipeline: toy\nstages: tokens", "stages"),
+        ("pipeline: toy", "stages must be exactly frames, tokens, wave; odd: frames, tokens, wave"),
+        ("pipeline: toy\nstages: {tokens: , frames: , wave: , nose: }", "odd: nose"),
+        ("pipeline: toy\nstages: {tokens: , frames: }", "odd: wave"),
+        ("pipeline: chat\nstages: {}", "it is for pipeline 'chat', not 'toy'"),
+        (GOOD + "orchestrater: {}", "unknown field `orchestrater`.*did you mean 'orchestrator'"),
+        (GOOD + "orchestrator: {max_lives: 1}", "did you mean 'max_live'"),
+        (GOOD + "orchestrator: {stall_s: -5}", "stall_s"),
+        (GOOD + "orchestrator: {stall_s: .nan}", "stall_s"),
+        (GOOD + "orchestrator: {max_live: 1.5}", "max_live"),
+        (GOOD + "orchestrator: {max_live: true}", "max_live"),
+        (GOOD + "orchestrator: {max_live: '3'}", "max_live"),
+        (GOOD + "orchestrator: ", "orchestrator"),
+        ("pipeline: toy\nstages: {tokens: {instance: 2}, frames: , wave: }", "did you mean 'instances'"),
+        ("pipeline: toy\nstages: {tokens: {hang_s: .inf}, frames: , wave: }", "hang_s must be a finite"),
+        ("pipeline: toy\nstages: {tokens: {device: gpu}, frames: , wave: }", "device must be"),
+        ("pipeline: toy\nstages: {tokens: 5, frames: , wave: }", "stages"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_key(tmp_path, text, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(tmp_path, text)
+    assert str(caught.value).startswith("deploy.yaml: ")
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        load_deploy(tmp_path / "nowhere.yaml", PIPELINE)
+
+
+def test_convert_is_strict_about_types():
+    assert convert({"pipeline": "x", "stages": {}}, Deploy, "here").pipeline == "x"
+    with pytest.raises(ConfigError, match=r"^here: "):
+        convert({"pipeline": 5, "stages": {}}, Deploy, "here")

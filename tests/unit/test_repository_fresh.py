@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is committed under model_repository/ is exactly what `make repository` would write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backends.config.load import load_deploy
+from backends.config.repository import pipeline_folders, repository_files
+from backends.pipelines import load
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = pipeline_folders()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=[f.name for f in FOLDERS])
+def test_the_committed_repository_is_fresh(folder):
+    pipeline = load(folder.name)
+    expected = repository_files(pipeline, load_deploy(folder / "deploy.yaml", pipeline))
+    committed = ROOT / "model_repository" / pipeline.name
+    found = {
+        str(path.relative_to(committed)): path.read_text(encoding="utf-8")
+        for path in committed.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert sorted(found) == sorted(expected), "run `make repository`; files of removed stages must go"
+    assert found == expected
+
+
+def test_no_repository_is_left_of_a_pipeline_that_is_gone():
+    assert {p.name for p in (ROOT / "model_repository").iterdir()} <= {f.name for f in FOLDERS}
