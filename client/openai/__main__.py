@@ -55,6 +55,7 @@ async def serve(options: argparse.Namespace) -> None:
 def main() -> None:
     """Run the proxy."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per look at Triton's metrics is too many
     asyncio.run(serve(arguments().parse_args()))
 
 

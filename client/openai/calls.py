@@ -24,6 +24,10 @@ KEEP_ALIVE_S = 10.0
 """How long a stream may say nothing; and how long its head waits for an error that deserves its own status."""
 
 
+class BrokenOff(Exception):
+    """An answer failed after its head was sent, in a form that has no place for an error: cut the connection."""
+
+
 class Backend(Protocol):
     """What the proxy needs of a server; AsyncClient is one."""
 

@@ -16,14 +16,18 @@ from client.openai.errors import ApiError, invalid
 MAX_BYTES = 20 * 1024 * 1024
 TIMEOUT_S = 15.0
 MAX_REDIRECTS = 3
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 IsAllowed = Callable[[str], bool]
 
 
 def is_public(address: str) -> bool:
     """True for an IP address that is not this machine, its network or anything special."""
     ip = ipaddress.ip_address(address)
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        ip = ip.ipv4_mapped
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            ip = ip.ipv4_mapped
+        elif ip.sixtofour is not None or ip.teredo is not None or ip in _NAT64:
+            return False  # an IPv4 address hides in it
     return ip.is_global and not ip.is_multicast
 
 

@@ -18,6 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backends import wire
+from client.openai.calls import BrokenOff
 from client.openai.errors import ApiError
 from client.openai.metrics import CLIENT_GONE, Metrics
 
@@ -25,6 +26,9 @@ log = logging.getLogger("triton_omni.proxy")
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 PROTECTED = "/v1/"
+
+
+INTERNAL = ApiError(500, "Internal error of the proxy.", code="internal_error", kind="server_error")
 
 
 class ClientGone(Exception):
@@ -64,12 +68,14 @@ class Guard:
                 await self._serve(scope, receive, answer)
         except ClientGone:
             answer.status = CLIENT_GONE
+        except BrokenOff as error:  # returning now makes the HTTP server cut the connection: no false end is sent
+            log.error("request %s broke off: %s", state["request_id"], error)
         except ApiError as error:
-            await self._fail(error, scope, receive, answer)
+            await error.response()(scope, receive, answer.send)
         except Exception:  # the HTTP border: a request must be answered whatever went wrong
             log.exception("request %s failed", state["request_id"])
-            error = ApiError(500, "Internal error of the proxy.", code="internal_error", kind="server_error")
-            await self._fail(error, scope, receive, answer)
+            if not answer.has_begun:
+                await INTERNAL.response()(scope, receive, answer.send)
         finally:
             self._metrics.in_flight[route] -= 1
             self._metrics.finished[route, answer.status] += 1
@@ -134,13 +140,6 @@ class Guard:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body may have {self._max_body_bytes} bytes.", code="content_too_large")
-
-    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, answer: Answer) -> None:
-        if answer.has_begun:  # too late for a status; the server breaks the connection off, so the end is no false one
-            log.error("request %s failed in mid-answer: %s", answer.request_id, error.message)
-            answer.status = error.status
-            return
-        await error.response()(scope, receive, answer.send)
 
 
 class Answer:

@@ -11,10 +11,10 @@ from starlette.responses import Response, StreamingResponse
 
 from backends.wire import GenerateRequest
 from client.openai import audio, extras, sse
-from client.openai.calls import Call, Pieces, open_pieces
+from client.openai.calls import BrokenOff, Call, Pieces, open_pieces
 from client.openai.chat_answer import usage_of
 from client.openai.chat_request import voice_of
-from client.openai.errors import missing, unsupported
+from client.openai.errors import ApiError, missing, unsupported
 from client.openai.fields import IGNORED, Fields, parse_json
 from client.pieces import Piece
 
@@ -99,6 +99,9 @@ async def _first_bytes(pieces: Pieces, voice: Voice) -> bytes:
 async def _rest(first: bytes, pieces: Pieces, voice: Voice) -> AsyncIterator[bytes]:
     """All bytes. An error here breaks the transfer off: a file that ends early must not look complete."""
     yield first
-    async for piece in pieces:
-        if sound := voice.sound(piece):
-            yield sound
+    try:
+        async for piece in pieces:
+            if sound := voice.sound(piece):
+                yield sound
+    except ApiError as error:
+        raise BrokenOff(error.message) from error

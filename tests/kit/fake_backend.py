@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server's stand-in for the proxy: answers like the toy pipeline, and holds, fails and refuses on request.
+
+It stands at the interface that AsyncClient has, so everything above the gRPC connection is the real thing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from backends import wire
+from backends.wire import Event, GenerateRequest
+from client.connection import Model
+from client.pieces import Piece
+
+RATE_HZ = 24_000
+SAMPLES = 500  # per word: not a multiple of 3, so that framing of base64 shows
+VOICES = ("sine",)
+
+
+@dataclass
+class Seen:
+    """One call as it arrived, and whether it ended by itself."""
+
+    pipeline: str
+    request: GenerateRequest
+    audio: np.ndarray | None
+    image: np.ndarray | None
+    request_id: str | None
+    begun: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+    completed: bool = False
+
+
+@dataclass
+class FakeBackend:
+    """Behaviour is set from outside, before a call.
+
+    hold_after  say nothing more after so many pieces
+    fail_after  raise `error` after so many pieces
+    reason      why answers end
+    refusal     wire line of the error that every call gets at once
+    usage       more counts for the end event
+    meta        more facts for every text event
+    """
+
+    hold_after: int | None = None
+    fail_after: int | None = None
+    error: str = "[stage_failed:talker] out of luck"
+    reason: str = "length"
+    refusal: str = ""
+    usage: dict[str, float] = field(default_factory=dict[str, float])
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
+    not_ready: dict[str, str] = field(default_factory=dict[str, str])
+    unreachable: bool = False
+    rate_hz: int = RATE_HZ
+    seen: list[Seen] = field(default_factory=list[Seen])
+
+    async def generate(
+        self,
+        pipeline: str,
+        request: GenerateRequest,
+        *,
+        audio: np.ndarray | None = None,
+        image: np.ndarray | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Piece, None]:
+        call = Seen(pipeline, request, audio, image, request_id)
+        self.seen.append(call)
+        try:
+            self._refuse(request)
+            for count, piece in enumerate(self._pieces(request)):
+                if count == self.fail_after:
+                    raise wire.from_line(self.error)
+                if count == self.hold_after:
+                    call.begun.set()
+                    await asyncio.Event().wait()
+                call.begun.set()
+                yield piece
+                await asyncio.sleep(0)
+            call.completed = True
+        finally:
+            call.over.set()
+
+    async def health(self, pipeline: str) -> dict[str, Any]:
+        reason = self.not_ready.get(pipeline)
+        if self.unreachable:
+            raise wire.from_line("[unavailable] failed to connect")
+        state = {"state": "ready" if reason is None else reason, "instances": 1, "live": 0}
+        return {
+            "pipeline": pipeline, "ready": reason is None, "stages": {"words": state}, "live": 0, "queued": 0,
+            "operations": ["chat", "speech"], "about": {"voices": list(VOICES), "sample_rate": self.rate_hz},
+        }  # fmt: skip
+
+    async def models(self) -> list[Model]:
+        if self.unreachable:
+            raise wire.from_line("[unavailable] failed to connect")
+        return [Model("fake", True), Model("painter", True)]
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    # ---
+    def _refuse(self, request: GenerateRequest) -> None:
+        if self.refusal:
+            raise wire.from_line(self.refusal)
+        if request.voice not in (None, *VOICES):
+            raise wire.BadRequest(f"unknown voice '{request.voice}'; available: {', '.join(VOICES)}", "voice")
+
+    def _pieces(self, request: GenerateRequest) -> Iterator[Piece]:
+        if request.operation == "image":
+            yield from self._pictures(request)
+            return
+        words = request.input.split() if request.operation == "speech" else []
+        total = len(words) or request.sampling.max_tokens or 3
+        samples = 0
+        for i in range(total):
+            if request.operation == "chat":
+                yield Piece(Event("text", output="text", index=i, meta=dict(self.meta)), f"w{i} ")
+            if request.operation == "speech" or "audio" in request.modalities:
+                yield Piece(
+                    Event("audio", output="audio", index=i, meta={"sample_rate": self.rate_hz}),
+                    audio=sine(samples, self.rate_hz),
+                )
+                samples += SAMPLES
+        usage = {"prompt_tokens": 5.0, "completion_tokens": float(total), **self.usage}
+        yield Piece(Event("end", outcome="completed", finish_reason=self.reason, usage=usage))
+
+    def _pictures(self, request: GenerateRequest) -> Iterator[Piece]:
+        options = request.stages["denoiser"]
+        shape = (options.get("height", 8), options.get("width", 16), 3)
+        for i in range(options.get("partial_images", 0)):
+            meta = {"index": 0, "partial": True, "partial_image_index": i}
+            yield Piece(Event("image", output="image", meta=meta), image=np.full(shape, i, np.uint8))
+        for i in range(options.get("n", 1)):
+            meta = {"index": i, "partial": False}
+            yield Piece(Event("image", output="image", meta=meta), image=np.full(shape, 200 + i, np.uint8))
+        yield Piece(Event("end", outcome="completed", usage={"prompt_tokens": 4.0, "completion_tokens": 8.0}))
+
+
+def sine(start: int, rate_hz: int = RATE_HZ) -> np.ndarray:
+    """SAMPLES samples of a tone, as if it had begun `start` samples ago."""
+    n = np.arange(start, start + SAMPLES, dtype=np.float64)
+    return (0.5 * np.sin(2 * np.pi * 440.0 / rate_hz * n)).astype(np.float32)

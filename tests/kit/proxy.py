@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real proxy over a given backend, on a free port of this machine, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import uvicorn
+
+from client.openai.app import Settings, make_app
+from client.openai.calls import Backend
+
+JOIN_S = 20.0
+
+
+@dataclass(frozen=True)
+class RunningProxy:
+    """Where a proxy listens."""
+
+    port: int
+
+    @property
+    def root(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def sdk(self, **options: Any) -> openai.OpenAI:
+        """A real SDK client of it."""
+        return openai.OpenAI(
+            base_url=f"{self.root}/v1", **{"api_key": "any", "max_retries": 0, "timeout": 30, **options}
+        )
+
+
+@contextmanager
+def running_proxy(backend: Backend, settings: Settings | None = None) -> Iterator[RunningProxy]:
+    """A proxy for the `with` body."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        make_app(backend, settings or Settings()), log_level="warning", timeout_graceful_shutdown=1, lifespan="on"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+    thread.start()  # the listener takes connections at once, so there is nothing to wait for
+    try:
+        yield RunningProxy(listener.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(JOIN_S)
+        listener.close()
+        assert not thread.is_alive(), "the proxy did not end"

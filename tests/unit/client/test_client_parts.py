@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small pure parts: Triton's words, transcripts, encoders, fetching by URL."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+
+from backends import wire
+from client import failures
+from client.openai import audio as coding
+from client.openai import fetch as fetching
+from client.openai.errors import ApiError
+from client.openai.transcripts import Transcripts
+from client.pieces import inputs_of
+from tests.kit.fake_backend import sine
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("[too_busy:queue] full", "too_busy"),
+        ("Request for unknown model: 'x' is not found", "not_found"),
+        ("Request for unknown model: 'x' has no available versions", "not_found"),
+        ("in ensemble: model is not ready", "unavailable"),
+        ("Server is stopping, scheduler for model has stopped", "unavailable"),
+        ("something else", "internal"),
+        ("[strange] words", "internal"),
+    ],
+)
+def test_tritons_words(words: str, code: str) -> None:
+    assert failures.of_triton(words).code == code
+
+
+def test_transcripts_expire_and_are_bounded() -> None:
+    now = [1000.0]
+    kept = Transcripts(lambda: now[0], life_s=10, most=2)
+    assert kept.keep("a", "A") == 1010
+    assert kept.find("a") == "A"
+    now[0] = 1009.9
+    assert kept.find("a") == "A"
+    now[0] = 1010.0
+    assert kept.find("a") is None
+    for name in "bcd":
+        kept.keep(name, name)
+    assert [kept.find(name) for name in "bcd"] == [None, "c", "d"]
+
+
+@pytest.mark.parametrize("rate_hz", [16_000, 22_050, 24_000, 44_100])
+@pytest.mark.parametrize("kind", ["pcm", "aac", "wav"])
+def test_pieces_encode_to_the_same_bytes_as_the_whole(kind: str, rate_hz: int) -> None:
+    samples = np.concatenate([sine(i * 500, rate_hz) for i in range(20)])
+    streamed = coding.encoder(kind, rate_hz)
+    pieces = [streamed.feed(samples[i : i + 333]) for i in range(0, len(samples), 333)]
+    joined = b"".join([*pieces, streamed.finish()])
+    whole = coding.encode(kind, rate_hz, [samples])
+    skip = 44 if kind == "wav" else 0  # the length in the header is known only for the whole
+    assert joined[skip:] == whole[skip:]
+
+
+@pytest.mark.parametrize("kind", ["mp3", "opus", "flac", "aac"])
+def test_compressed_speech_does_not_wait_for_the_end(kind: str) -> None:
+    streamed = coding.encoder(kind, 24_000)
+    samples = np.concatenate([sine(i * 500) for i in range(48)])  # one second
+    first = next(i for i in range(96) if len(streamed.feed(samples[i * 250 : i * 250 + 250])) > 0)
+    ready = sum(len(streamed.feed(samples[i : i + 2400])) > 0 for i in range(0, len(samples), 2400))
+    assert first < 48
+    assert ready >= 5, "must flow, not come at once"
+    assert streamed.finish()
+
+
+def test_float_samples_are_cut_off_not_wrapped() -> None:
+    assert coding.to_int16(np.array([2.0, 1.0, 0.0, -1.0, -2.0], np.float32)).tolist() == [
+        32767,
+        32767,
+        0,
+        -32767,
+        -32767,
+    ]
+
+
+def test_media_of_a_wrong_type_are_refused_before_the_call() -> None:
+    request = wire.GenerateRequest()
+    with pytest.raises(ValueError, match="float32"):
+        inputs_of(request, np.zeros(3), None)
+    with pytest.raises(ValueError, match="uint8"):
+        inputs_of(request, None, np.zeros(3, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("address", "is_public"),
+    [
+        ("93.184.216.34", True), ("2606:2800:220:1:248:1893:25c8:1946", True), ("127.0.0.1", False),
+        ("10.1.2.3", False), ("2002:7f00:1::", False),
+        ("192.168.0.1", False), ("169.254.169.254", False), ("100.64.0.1", False), ("0.0.0.0", False), ("::1", False),
+        ("::ffff:127.0.0.1", False), ("::ffff:10.0.0.1", False), ("fd00::1", False), ("fe80::1", False),
+        ("224.0.0.1", False), ("64:ff9b::7f00:1", False),
+    ],
+)  # fmt: skip
+def test_only_public_addresses_are_fetched_from(address: str, is_public: bool) -> None:
+    assert fetching.is_public(address) is is_public
+
+
+@contextmanager
+def web(answers: dict[str, tuple[int, dict[str, str], bytes]]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, headers, body = answers[self.path]
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+
+
+def fetch(url: str, allowed: bool = True) -> bytes:
+    return asyncio.run(fetching.fetch(url, "p", lambda address: allowed))
+
+
+def test_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "MAX_BYTES", 100)
+    pages = {
+        "/good": (200, {}, b"picture"),
+        "/moved": (302, {"location": "/good"}, b""),
+        "/inward": (302, {"location": "file:///etc/passwd"}, b""),
+        "/loop": (302, {"location": "/loop"}, b""),
+        "/large": (200, {}, b"x" * 101),
+        "/none": (404, {}, b""),
+    }
+    with web(pages) as root:
+        assert fetch(f"{root}/good") == b"picture"
+        assert fetch(f"{root}/moved") == b"picture"
+        for path, words in (("/loop", "redirects"), ("/large", "larger"), ("/none", "404"), ("/inward", "Only http")):
+            with pytest.raises(ApiError, match=words):
+                fetch(f"{root}{path}")
+        with pytest.raises(ApiError, match="not public"):
+            fetch(f"{root}/good", allowed=False)
+    with pytest.raises(ApiError, match="could not be read"):
+        fetch("http://127.0.0.1:1/")

@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/chat/completions through the real SDK: shapes, order, errors, and clients that leave."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+import wave
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from client.openai import audio as coding
+from client.openai.calls import Pieces
+from tests.kit.fake_backend import RATE_HZ, SAMPLES, FakeBackend, sine
+from tests.kit.proxy import RunningProxy
+
+USER: Any = [{"role": "user", "content": "hello"}]
+SPOKEN: Any = {"modalities": ["text", "audio"], "audio": {"voice": "sine", "format": "pcm16"}}
+WHOLE = coding.to_int16(np.concatenate([sine(i * SAMPLES) for i in range(4)])).tobytes()
+
+
+def complete(sdk: openai.OpenAI, **more: Any) -> Any:
+    return sdk.chat.completions.create(**{"model": "fake", "messages": USER, **more})
+
+
+def audio_of(chunk: Any) -> dict[str, Any]:
+    """`delta.audio`: a field of its own in newer SDKs, an extra in older ones."""
+    return chunk.model_dump(exclude_unset=True)["choices"][0]["delta"].get("audio") or {}
+
+
+def picture_at(url: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+
+
+def sound(data: str, kind: str) -> dict[str, Any]:
+    part = {"type": "input_audio", "input_audio": {"data": data, "format": kind}}
+    return {"messages": [{"role": "user", "content": [part]}]}
+
+
+def test_text_at_once(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    answer = complete(sdk, max_tokens=4)
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.message.role, choice.finish_reason) == (
+        "w0 w1 w2 w3 ",
+        "assistant",
+        "length",
+    )
+    assert choice.message.audio is None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 4, 9)
+    assert answer.object == "chat.completion" and answer.model == "fake" and answer.id and answer.created
+    assert backend.seen[0].request.modalities == ("text",)
+    assert backend.seen[0].completed
+
+
+def test_text_streamed_in_openais_order(sdk: openai.OpenAI) -> None:
+    chunks = list(complete(sdk, max_tokens=2, stream=True, stream_options={"include_usage": True}))
+    assert len({c.id for c in chunks}) == 1
+    assert len({c.created for c in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].delta.content for c in chunks[:-2]] == ["", "w0 ", "w1 "]
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-2].choices[0].delta.content is None
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 2
+    assert all(c.usage is None for c in chunks[:-1])
+
+
+def test_no_usage_chunk_unless_asked(sdk: openai.OpenAI) -> None:
+    chunks = list(complete(sdk, stream=True))
+    assert all(c.choices and c.usage is None for c in chunks)
+
+
+def test_stream_ends_with_done(proxy: RunningProxy) -> None:
+    answer = httpx.post(f"{proxy.root}/v1/chat/completions", json={"model": "fake", "messages": USER, "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
+def test_speech_streamed_in_openais_order(sdk: openai.OpenAI) -> None:
+    chunks = list(complete(sdk, max_tokens=4, stream=True, stream_options={"include_usage": True}, **SPOKEN))
+    audios = [audio_of(c) for c in chunks if c.choices]
+    assert not audios[0] and not audios[-1]  # role first, finish last
+    said = [a for a in audios if a]
+    assert set(said[0]) == {"id", "transcript"}
+    assert sum("id" in a for a in said) == 1
+    assert set(said[-1]) == {"expires_at"} and sum("expires_at" in a for a in said) == 1
+    assert "".join(a.get("transcript", "") for a in said) == "w0 w1 w2 w3 "
+    data = [a["data"] for a in said if "data" in a]
+    assert len(data) >= 4, "speech must stream"
+    assert all(len(base64.b64decode(d)) % 6 == 0 for d in data[:-1])
+    assert base64.b64decode("".join(data)) == WHOLE
+    assert all(not c.choices[0].delta.content for c in chunks if c.choices), "base64 or transcript in content"
+    assert chunks[-2].choices[0].finish_reason == "length" and chunks[-1].choices == []
+
+
+def test_sdks_own_stream_helper_joins_audio(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    backend.reason = "stop"  # the helper raises for "length"
+    with sdk.chat.completions.stream(model="fake", messages=USER, max_tokens=4, **SPOKEN) as stream:
+        for _ in stream:
+            pass
+        message: Any = stream.get_final_completion().choices[0].message
+    assert message.audio.transcript == "w0 w1 w2 w3 "
+    assert base64.b64decode(message.audio.data) == WHOLE
+    assert message.audio.id.count("audio_") == 1
+
+
+def test_speech_at_once_equals_the_stream_byte_for_byte(sdk: openai.OpenAI) -> None:
+    message = complete(sdk, max_tokens=4, **SPOKEN).choices[0].message
+    assert message.content is None
+    assert message.audio.transcript == "w0 w1 w2 w3 " and message.audio.id and message.audio.expires_at
+    assert base64.b64decode(message.audio.data) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("kind", "magic"), [("wav", b"RIFF"), ("mp3", b""), ("flac", b"fLaC"), ("opus", b"OggS"), ("aac", b"\xff\xf1")]
+)
+def test_speech_in_every_format(sdk: openai.OpenAI, kind: str, magic: bytes) -> None:
+    spoken = {"modalities": ["text", "audio"], "audio": {"voice": "sine", "format": kind}}
+    data = base64.b64decode(complete(sdk, max_tokens=30, **spoken).choices[0].message.audio.data)
+    assert data.startswith(magic)
+    heard = _decoded(data)
+    assert abs(len(heard) / RATE_HZ - 30 * SAMPLES / RATE_HZ) < 0.1
+    assert 0.4 < np.abs(heard[2000:-2000]).max() < 0.6
+
+
+def _decoded(data: bytes) -> np.ndarray:
+    import av
+
+    with av.open(io.BytesIO(data)) as container:
+        resampler = av.AudioResampler("flt", "mono", RATE_HZ)
+        frames = [f for frame in container.decode(audio=0) for f in resampler.resample(frame)]
+        return np.concatenate([f.to_ndarray().reshape(-1) for f in [*frames, *resampler.resample(None)]])
+
+
+def test_pcm_of_another_rate_is_24_khz(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    backend.rate_hz = 16_000
+    whole = base64.b64decode(complete(sdk, max_tokens=32, **SPOKEN).choices[0].message.audio.data)
+    assert abs(len(whole) / 2 - 32 * SAMPLES * 1.5) <= 16
+    chunks = list(complete(sdk, max_tokens=32, stream=True, **SPOKEN))
+    audios = [audio_of(c) for c in chunks]
+    assert base64.b64decode("".join(a.get("data", "") for a in audios)) == whole
+
+
+def test_usage_counts_spoken_tokens(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    backend.usage = {"audio_frames": 40.0, "cached_tokens": 2.0}
+    usage = complete(sdk, max_tokens=4, **SPOKEN).usage
+    assert usage.completion_tokens == 44 and usage.total_tokens == 49
+    assert usage.completion_tokens_details.audio_tokens == 40
+    assert usage.completion_tokens_details.text_tokens == 4
+    assert usage.prompt_tokens_details.cached_tokens == 2
+
+
+def test_logprobs(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    top = [{"token_id": 1, "token": "é", "logprob": -0.1}, {"token_id": 2, "token": "b", "logprob": -3.0}]
+    backend.meta = {"logprobs": [{**top[0], "top": top}]}
+    content = complete(sdk, max_tokens=2, logprobs=True, top_logprobs=1).choices[0].logprobs.content
+    assert [c.token for c in content] == ["é", "é"]
+    assert content[0].bytes == [0xC3, 0xA9] and content[0].logprob == -0.1
+    assert [t.token for t in content[0].top_logprobs] == ["é"]
+    assert backend.seen[0].request.sampling.logprobs == 1
+    streamed = list(complete(sdk, max_tokens=2, logprobs=True, stream=True))
+    assert streamed[1].choices[0].logprobs.content[0].token == "é"
+
+
+def test_every_sampling_option_reaches_the_server(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    complete(
+        sdk, max_completion_tokens=7, temperature=0.5, top_p=0.9, seed=11, stop=["x", "y"], frequency_penalty=0.1,
+        presence_penalty=-0.2, logit_bias={"5": -100}, user="me", metadata={"a": "b"}, store=False,
+        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        extra_body={"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "priority": 2, "speed": 2,
+                    "language": "en", "stages": {"words": {"x": 1}}, "deadlines": {"total_s": 5}},
+    )  # fmt: skip
+    request = backend.seen[0].request
+    sampling = request.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.seed) == (7, 0.5, 0.9, 11)
+    assert (sampling.stop, sampling.frequency_penalty, sampling.presence_penalty) == (("x", "y"), 0.1, -0.2)
+    assert (sampling.logit_bias, sampling.json_schema) == ({"5": -100.0}, schema)
+    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty, sampling.ignore_eos) == (3, 0.1, 1.1, True)
+    assert (request.priority, request.language, request.speed, request.stages) == (2, "en", 2.0, {"words": {"x": 1}})
+    assert request.deadlines.total_s == 5.0 and len(request.tools) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "code"),
+    [
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": "hello"}, "messages", "invalid_type"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "unsupported_value"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+        ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "messages[0].content[0].type",
+         "unsupported_value"),
+        (picture_at("file:///etc/passwd"),
+         "messages[0].content[0].image_url.url", "invalid_image_url"),
+        (picture_at("http://127.0.0.1/x"),
+         "messages[0].content[0].image_url.url", "invalid_image_url"),
+        (picture_at("data:image/png;base64,AAAA"),
+         "messages[0].content[0].image_url.url", "invalid_image"),
+        (sound("AAAA", "ogg"),
+         "messages[0].content[0].input_audio.format", "unsupported_value"),
+        (sound("*", "wav"),
+         "messages[0].content[0].input_audio.data", "invalid_audio"),
+        (sound("AAAA", "mp3"),
+         "messages[0].content[0].input_audio.data", "invalid_audio"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "audio_none"}}]}, "messages[0].audio.id", "audio_expired"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing_required_parameter"),
+        ({"temperature": 2.1}, "temperature", "invalid_value"),
+        ({"temperature": "warm"}, "temperature", "invalid_type"),
+        ({"top_p": 1.1}, "top_p", "invalid_value"),
+        ({"frequency_penalty": 3}, "frequency_penalty", "invalid_value"),
+        ({"presence_penalty": -3}, "presence_penalty", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens", "invalid_type"),
+        ({"seed": "x"}, "seed", "invalid_type"),
+        ({"n": 2}, "n", "unsupported_value"),
+        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+        ({"stop": 5}, "stop", "invalid_type"),
+        ({"stop": ""}, "stop", "invalid_value"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1", "invalid_value"),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        ({"modalities": ["smell"]}, "modalities[0]", "unsupported_value"),
+        ({"modalities": []}, "modalities", "invalid_value"),
+        ({"modalities": ["text", "audio"]}, "audio", "missing_required_parameter"),
+        ({"modalities": ["audio"], "audio": {"voice": "sine"}}, "audio.format", "missing_required_parameter"),
+        ({"modalities": ["audio"], "audio": {"format": "wav"}}, "audio.voice", "missing_required_parameter"),
+        ({"modalities": ["audio"], "audio": {"voice": "sine", "format": "midi"}}, "audio.format", "unsupported_value"),
+        ({"modalities": ["audio"], "audio": {"voice": "bob", "format": "wav"}}, "audio.voice", "invalid_value"),
+        ({"modalities": ["audio"], "audio": {"voice": "sine", "format": "wav"}, "stream": True}, "audio.format",
+         "unsupported_value"),
+        ({"audio": {"voice": "sine", "format": "wav"}}, "audio", "invalid_value"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "unsupported_value"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema",
+         "missing_required_parameter"),
+        ({"tools": [{"type": "magic"}]}, "tools[0]", "unsupported_value"),
+        ({"tool_choice": "required", "tools": [{"type": "function", "function": {}}]}, "tool_choice",
+         "unsupported_value"),
+        ({"extra_body": {"temprature": 1}}, "temprature", "unknown_parameter"),
+        ({"extra_body": {"deadlines": {"total_s": -1}}}, "deadlines.total_s", "invalid_value"),
+        ({"extra_body": {"stages": {"words": 1}}}, "stages.words", "invalid_type"),
+    ],
+)  # fmt: skip
+def test_bad_input_names_the_parameter(
+    sdk: openai.OpenAI, backend: FakeBackend, more: dict[str, Any], param: str, code: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(sdk, **more)
+    error = caught.value
+    assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
+    assert error.request_id and str(error.body["message"]) in str(error)  # type: ignore[index]
+    assert not any(call.completed for call in backend.seen)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
+def test_a_body_that_is_no_object(proxy: RunningProxy, body: bytes) -> None:
+    answer = httpx.post(f"{proxy.root}/v1/chat/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_speech_input_becomes_the_audio_tensor(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as wav:
+        wav.setnchannels(2)
+        wav.setsampwidth(2)
+        wav.setframerate(48_000)
+        wav.writeframes(np.repeat(coding.to_int16(sine(0)), 2).tobytes() * 48)
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}}
+    complete(sdk, messages=[{"role": "user", "content": [{"type": "text", "text": "hear"}, part, part]}])
+    call = backend.seen[0]
+    text, first, second = call.request.messages[0].parts
+    assert text.text == "hear" and first.type == second.type == "audio"
+    assert call.audio is not None and call.audio.dtype == np.float32
+    assert first.sample_rate == 16_000 and abs(first.length - 8_000) < 20
+    assert (first.offset, second.offset) == (0, first.length)
+    assert len(call.audio) == first.length + second.length
+    assert 0.3 < np.abs(call.audio).max() <= 1.0
+
+
+def test_picture_input_becomes_the_image_tensor(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    pixels = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+    complete(sdk, messages=[{"role": "user", "content": [part]}, {"role": "user", "content": [part]}])
+    call = backend.seen[0]
+    parts = [m.parts[0] for m in call.request.messages]
+    assert [p.shape for p in parts] == [(4, 5, 3)] * 2 and [p.offset for p in parts] == [0, 60]
+    assert call.image is not None and np.array_equal(call.image[60:].reshape(4, 5, 3), pixels)
+
+
+def test_earlier_audio_stands_for_its_transcript(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    spoken = complete(sdk, max_tokens=2, **SPOKEN).choices[0].message.audio
+    history: Any = [*USER, {"role": "assistant", "audio": {"id": spoken.id}}, *USER]
+    complete(sdk, messages=history)
+    assert backend.seen[1].request.messages[1].content == "w0 w1 "
+
+
+def test_server_errors_keep_their_meaning(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    cases = [
+        ("[too_busy:queue] 9 requests wait", openai.RateLimitError, 429, "rate_limit_exceeded", "retry-after"),
+        ("[unavailable:talker] not ready", openai.InternalServerError, 503, "model_not_ready", "retry-after"),
+        ("[deadline_exceeded:talker] late", openai.InternalServerError, 504, "deadline_exceeded", "x-should-retry"),
+        ("[stage_failed:talker] died", openai.InternalServerError, 500, "internal_error", "x-should-retry"),
+        ("[internal] bug", openai.InternalServerError, 500, "internal_error", "x-should-retry"),
+        ("[not_found] gone", openai.NotFoundError, 404, "model_not_found", "x-request-id"),
+    ]
+    for line, kind, status, code, header in cases:
+        backend.refusal = line
+        with pytest.raises(kind) as caught:
+            complete(sdk)
+        assert (caught.value.status_code, caught.value.code) == (status, code)
+        assert header in caught.value.response.headers
+        with pytest.raises(kind):
+            complete(sdk, stream=True)  # before the first piece a stream's error has its status, too
+
+
+def test_server_fields_become_openai_parameters(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    for where, param in [
+        ("sampling.max_tokens", "max_completion_tokens"), ("voice", "audio.voice"), ("sampling.top_p", "top_p"),
+        ("sampling.json_schema", "response_format"), ("messages", "messages"), ("modalities", "modalities"),
+    ]:  # fmt: skip
+        backend.refusal = f"[bad_request:{where}] no"
+        with pytest.raises(openai.BadRequestError) as caught:
+            complete(sdk, max_completion_tokens=3)
+        assert caught.value.param == param
+
+
+def test_an_unknown_model(sdk: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        complete(sdk, model="other")
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+
+def test_failure_in_mid_stream_raises_in_the_sdk(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    backend.fail_after = 2
+    said: list[str] = []
+    with pytest.raises(openai.APIError, match="talker: out of luck") as caught:
+        said += [c.choices[0].delta.content for c in complete(sdk, max_tokens=9, stream=True)]
+    assert caught.value.code == "internal_error"
+    backend.fail_after = None
+    answer = httpx.post(
+        f"{sdk.base_url}chat/completions", json={"model": "fake", "messages": USER, "stream": True, "max_tokens": 1}
+    )
+    assert answer.text.endswith("[DONE]\n\n"), "the next request is well"
+
+
+def test_no_done_after_an_error(proxy: RunningProxy, backend: FakeBackend) -> None:
+    backend.fail_after = 1
+    answer = httpx.post(f"{proxy.root}/v1/chat/completions", json={"model": "fake", "messages": USER, "stream": True})
+    last = answer.text.strip().splitlines()[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "talker: out of luck"
+    assert "[DONE]" not in answer.text
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("hold_after", [0, 1])
+def test_a_client_that_leaves_ends_the_request(
+    proxy: RunningProxy, backend: FakeBackend, hold_after: int, is_stream: bool
+) -> None:
+    backend.hold_after = hold_after
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{proxy.root}/v1/chat/completions", json={"model": "fake", "messages": USER, "stream": is_stream},
+            timeout=httpx.Timeout(10, read=0.3),
+        )  # fmt: skip
+    assert backend.seen[0].begun.wait(10)
+    assert backend.seen[0].over.wait(10), "the server's request goes on although nobody reads"
+    assert not backend.seen[0].completed
+
+
+def test_a_silent_stream_is_kept_alive(
+    proxy: RunningProxy, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float | None] = []
+    wait = Pieces.wait
+
+    async def quick(self: Pieces, timeout_s: float | None = None) -> bool:
+        waited.append(timeout_s)
+        return await wait(self, None if timeout_s is None else 0.05)
+
+    monkeypatch.setattr(Pieces, "wait", quick)
+    backend.hold_after = 1
+    body = {"model": "fake", "messages": USER, "stream": True}
+    with httpx.stream("POST", f"{proxy.root}/v1/chat/completions", json=body) as answer:
+        seen = ""
+        for text in answer.iter_text():
+            seen += text
+            if seen.count(": ping\n\n") == 2:
+                break
+    assert seen.index('"w0 "') < seen.index(": ping")
+    assert 10.0 in waited
+    assert backend.seen[0].over.wait(10)
+
+
+def test_requests_at_once_do_not_mix(proxy: RunningProxy, sdk: openai.OpenAI) -> None:
+    answers: dict[int, str] = {}
+
+    def ask(count: int) -> None:
+        chunks = complete(sdk, max_tokens=count, stream=True)
+        answers[count] = "".join(c.choices[0].delta.content or "" for c in chunks)
+
+    threads = [threading.Thread(target=ask, args=(count,)) for count in range(1, 17)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert answers == {n: "".join(f"w{i} " for i in range(n)) for n in range(1, 17)}

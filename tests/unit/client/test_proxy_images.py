@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/images/generations through the real SDK."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from tests.kit.fake_backend import FakeBackend
+
+
+def draw(sdk: openai.OpenAI, **more: Any) -> Any:
+    return sdk.images.generate(**{"model": "painter", "prompt": "a fox", **more})
+
+
+def picture(b64: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(b64)))
+
+
+def test_pictures_in_order_and_as_png(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    answer = draw(
+        sdk, n=2, size="32x16", quality="high", response_format="b64_json",
+        extra_body={"num_inference_steps": 5, "guidance_scale": 2.5, "true_cfg_scale": 4, "negative_prompt": "no",
+                    "seed": 7},
+    )  # fmt: skip
+    pictures = [picture(d.b64_json) for d in answer.data]
+    assert [p.format for p in pictures] == ["PNG", "PNG"]
+    assert [np.asarray(p).shape for p in pictures] == [(16, 32, 3)] * 2
+    assert [int(np.asarray(p)[0, 0, 0]) for p in pictures] == [200, 201]
+    assert (answer.size, answer.output_format, answer.background, answer.quality) == ("32x16", "png", "opaque", "high")
+    assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (4, 8, 12)
+    request = backend.seen[0].request
+    assert (request.operation, request.input) == ("image", "a fox")
+    assert request.stages == {
+        "denoiser": {
+            "width": 32, "height": 16, "n": 2, "steps": 5, "guidance_scale": 2.5, "true_cfg_scale": 4.0,
+            "negative_prompt": "no", "seed": 7,
+        }
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "webp"])
+def test_other_formats(sdk: openai.OpenAI, kind: str) -> None:
+    answer = draw(sdk, output_format=kind, output_compression=50, size="auto")
+    assert picture(answer.data[0].b64_json).format == kind.upper()
+
+
+def test_url_is_a_data_url(sdk: openai.OpenAI) -> None:
+    url = draw(sdk, response_format="url").data[0].url
+    assert url.startswith("data:image/png;base64,")
+    assert picture(url.partition(",")[2]).size == (16, 8)
+
+
+def test_previews_then_the_picture(sdk: openai.OpenAI) -> None:
+    events = list(draw(sdk, stream=True, partial_images=2))
+    assert [e.type for e in events] == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]
+    assert [e.partial_image_index for e in events[:2]] == [0, 1]
+    assert [int(np.asarray(picture(e.b64_json))[0, 0, 0]) for e in events] == [0, 1, 200]
+    assert events[2].usage.total_tokens == 12 and events[2].size == "16x8"
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "code"),
+    [
+        ({"prompt": " "}, "prompt", "missing_required_parameter"),
+        ({"n": 11}, "n", "invalid_value"),
+        ({"size": "big"}, "size", "invalid_value"),
+        ({"output_format": "svg"}, "output_format", "unsupported_value"),
+        ({"output_format": "bmp"}, "output_format", "unsupported_value"),
+        ({"background": "transparent"}, "background", "unsupported_value"),
+        ({"output_compression": 50}, "output_compression", "invalid_value"),
+        ({"partial_images": 2}, "partial_images", "invalid_value"),
+        ({"partial_images": 4, "stream": True}, "partial_images", "invalid_value"),
+        ({"quality": "best"}, "quality", "unsupported_value"),
+        ({"extra_body": {"seed": -1}}, "seed", "invalid_value"),
+        ({"extra_body": {"steps": 3}}, "steps", "unknown_parameter"),
+    ],
+)
+def test_bad_input_names_the_parameter(sdk: openai.OpenAI, more: dict[str, Any], param: str, code: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        draw(sdk, **more)
+    assert (caught.value.param, caught.value.code) == (param, code)
+
+
+def test_server_fields_become_openai_parameters(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    for where, param in [("stages.denoiser.width", "size"), ("stages.denoiser.steps", "num_inference_steps"),
+                         ("input", "prompt")]:  # fmt: skip
+        backend.refusal = f"[bad_request:{where}] no"
+        with pytest.raises(openai.BadRequestError) as caught:
+            draw(sdk)
+        assert caught.value.param == param
+
+
+def test_failure_in_mid_stream_raises_in_the_sdk(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    backend.fail_after = 1
+    seen: list[str] = []
+    with pytest.raises(openai.APIError, match="out of luck"):
+        seen += [event.type for event in draw(sdk, stream=True, partial_images=2)]
