@@ -112,8 +112,8 @@ def speak(client: Any, prompt: str, out: Path, say: Say) -> list[Path]:
 
 
 def _audio_part(delta: Any, name: str) -> str:
-    """A part of `delta.audio`, which the SDK's types do not know."""
-    audio = (delta.model_extra or {}).get("audio") or {}
+    """A part of `delta.audio`: a field of its own in newer SDKs, an extra in older ones."""
+    audio = delta.model_dump().get("audio") or {}
     return audio.get(name) or ""
 
 
