@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`triton-omni chat`, `speak` and `draw`: ask a server, show and save what comes as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import wave
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from backends.wire import Event, GenerateRequest, Message, Sampling
+from client.pieces import Piece
+from client.sync import Client
+
+Say = Callable[[str], None]
+
+
+class WavFile:
+    """16-bit mono speech, written as it comes. There is no file before there is sound."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: wave.Wave_write | None = None
+        self.seconds = 0.0
+
+    def add(self, samples: np.ndarray, rate_hz: int) -> None:
+        """Append samples, (samples,) float32."""
+        if self._file is None:
+            self._file = wave.open(str(self._path), "wb")  # noqa: SIM115 closed in __exit__
+            self._file.setnchannels(1)
+            self._file.setsampwidth(2)
+            self._file.setframerate(rate_hz)
+        self._file.writeframes(np.rint(samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
+        self.seconds += len(samples) / rate_hz
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def chat(client: Client, options: argparse.Namespace, say: Say) -> int:
+    """One question, or a conversation."""
+    history = [Message("system", options.system)] if options.system else []
+    for prompt in [options.prompt] if options.prompt else _prompts():
+        history.append(Message("user", prompt))
+        answer = _answer(client, options, tuple(history), say)
+        history.append(Message("assistant", answer))
+    say("\n")
+    return 0
+
+
+def _prompts() -> Iterator[str]:
+    """Lines that a person types; Ctrl-D ends."""
+    while True:
+        try:
+            line = input("you: ").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+def _answer(client: Client, options: argparse.Namespace, messages: tuple[Message, ...], say: Say) -> str:
+    request = GenerateRequest(
+        messages=messages,
+        modalities=("text", "audio") if options.speak else ("text",),
+        voice=options.voice,
+        sampling=Sampling(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed),
+    )
+    text: list[str] = []
+    end = Event("end")
+    with closing(_pieces(client, options.model, request)) as pieces, WavFile(options.speak or Path()) as sound:
+        for piece in pieces:
+            if piece.text is not None:
+                say(piece.text)
+                text.append(piece.text)
+            if piece.audio is not None:
+                sound.add(piece.audio, int(piece.event.meta["sample_rate"]))
+            end = piece.event
+    say(f"\n[{_facts(end, sound.seconds, options.speak)}]\n")
+    return "".join(text)
+
+
+def speak(client: Client, options: argparse.Namespace, say: Say) -> int:
+    """A text as speech."""
+    request = GenerateRequest(operation="speech", input=options.text, voice=options.voice, speed=options.speed)
+    end = Event("end")
+    with closing(_pieces(client, options.model, request)) as pieces, WavFile(options.out) as sound:
+        for piece in pieces:
+            if piece.audio is not None:
+                sound.add(piece.audio, int(piece.event.meta["sample_rate"]))
+            end = piece.event
+    say(f"{_facts(end, sound.seconds, options.out)}\n")
+    return 0
+
+
+def draw(client: Client, options: argparse.Namespace, say: Say) -> int:
+    """A picture."""
+    from PIL import Image
+
+    wished: dict[str, Any] = {"steps": options.steps, "seed": options.seed}
+    if options.size:
+        wished["width"], wished["height"] = options.size
+    given = {name: value for name, value in wished.items() if value is not None}
+    request = GenerateRequest(operation="image", input=options.prompt, stages={"denoiser": given} if given else {})
+    with closing(_pieces(client, options.model, request)) as pieces:
+        for piece in pieces:
+            if piece.event.type == "progress":
+                say(f"\rstep {piece.event.meta.get('step', '?')} of {piece.event.meta.get('steps', '?')} ")
+            elif piece.image is not None:
+                Image.fromarray(piece.image).save(options.out)
+                height, width = piece.image.shape[:2]
+                say(f"\r{options.out}: {width}x{height}, seed {piece.event.meta.get('seed', '?')}\n")
+    return 0
+
+
+def _pieces(client: Client, model: str, request: GenerateRequest) -> Any:
+    """Pieces as a generator, so that leaving early (Ctrl-C) ends the request."""
+
+    def generate() -> Iterator[Piece]:
+        yield from client.generate(model, request)
+
+    return generate()
+
+
+def _facts(end: Event, seconds: float, path: Path | None) -> str:
+    timings = end.timings
+    facts = [f"{name}: {timings[key]:.2f} s" for name, key in _TIMES if key in timings]
+    facts += [f"tokens: {int(end.usage['completion_tokens'])}"] if "completion_tokens" in end.usage else []
+    facts += [f"{seconds:.1f} s of speech in {path}"] if seconds else []
+    return ", ".join([end.finish_reason, *facts])
+
+
+_TIMES = (("first text", "first_text_s"), ("first audio", "first_audio_s"), ("total", "total_s"))
