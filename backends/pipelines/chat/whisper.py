@@ -16,8 +16,13 @@ UNUSED = {"proj_out.weight"}  # tied to the embeddings
 def build(packages: Path, folder: Path) -> None:
     """Write the checkpoint: fp32 weights, tokenizer, feature extractor, generation settings."""
     import torch
-    from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
-    from transformers import PreTrainedTokenizerFast
+    from transformers import (
+        GenerationConfig,
+        PreTrainedTokenizerFast,
+        WhisperConfig,
+        WhisperFeatureExtractor,
+        WhisperForConditionalGeneration,
+    )
 
     source = packages / MODEL_BIN
     variables = read_variables(source)

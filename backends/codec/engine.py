@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The codec engine: codes to sound in chunks, all runs that have enough frames in one pass.
+
+A run's first chunk is small, so that sound starts early; later ones are larger, which costs less per second of sound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from backends.codec.decoder import Decoder, Window
+from backends.core.chunk import Chunk, Tensor
+from backends.core.engine import Event, Finished, Output, Run
+from backends.core.errors import BadRequest
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+
+
+class CodecOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How codes are cut into chunks.
+
+    first_chunk_frames  frames of a run's first chunk
+    chunk_frames        frames of later ones
+    max_batch           runs decoded in one step
+    max_queued_frames   a run with so many frames waiting takes no more for now
+    """
+
+    first_chunk_frames: Count = 10
+    chunk_frames: Count = 25
+    max_batch: Count = 32
+    max_queued_frames: Annotated[int, msgspec.Meta(ge=1)] = 1600
+
+
+class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request may say for itself (`stages.<stage>`); None is the deployment's value."""
+
+    first_chunk_frames: Count | None = None
+    chunk_frames: Count | None = None
+
+
+def run_options(given: Mapping[str, Any], stage: str) -> RunOptions:
+    """A request's own options; raises BadRequest naming the key."""
+    try:
+        return msgspec.convert(dict(given), RunOptions)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        key = path.rstrip("`").lstrip(".") or (message.split("`")[1] if "unknown field" in message else "")
+        raise BadRequest(message, f"stages.{stage}.{key}".rstrip(".")) from None
+
+
+@dataclass(eq=False, slots=True)
+class Decoding:
+    """State of one run. `codes` are the frames from number `start` on: context that is decoded, then what is not."""
+
+    chunk_frames: int
+    next_frames: int
+    state: Any
+    codes: np.ndarray
+    start: int = 0
+    decoded: int = 0
+    ended: bool = False
+    arrived: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    """Frames since the last window, not joined to `codes` yet."""
+    waiting: int = 0
+    """Frames that are not decoded."""
+
+
+class CodecEngine:
+    """core.engine.Engine over a Decoder."""
+
+    def __init__(self, stage: str, decoder: Decoder, options: CodecOptions) -> None:
+        self.stage = stage
+        self.decoder = decoder
+        self.options = options
+        self._runs: list[Run] = []
+
+    def open(self, run: Run) -> None:
+        own = run_options(run.options(self.stage), self.stage)
+        run.state = Decoding(
+            chunk_frames=own.chunk_frames or self.options.chunk_frames,
+            next_frames=own.first_chunk_frames or self.options.first_chunk_frames,
+            state=self.decoder.start(),
+            codes=np.zeros((0, self.decoder.codes), np.int16),
+        )
+        self._runs.append(run)
+
+    def feed(self, run: Run, inputs: Chunk, last: bool) -> bool:
+        """Take the chunk's tensor `codes`, if it has one."""
+        live: Decoding = run.state
+        if live.waiting >= self.options.max_queued_frames:
+            return False
+        tensor = inputs.tensor("codes")
+        if tensor is not None:
+            self._take(live, tensor)
+        live.ended = last
+        return True
+
+    def stop(self, run: Run) -> None:
+        if run in self._runs:
+            self._runs.remove(run)
+
+    @property
+    def busy(self) -> bool:
+        return any(self._can_work(run) for run in self._runs)
+
+    def step(self) -> Sequence[Event]:
+        runs = [run for run in self._runs if self._can_work(run)][: self.options.max_batch]
+        decoding = [run for run in runs if run.state.waiting]
+        windows = [self._window(run.state) for run in decoding]
+        events: list[Event] = []
+        for run, audio in zip(decoding, self.decoder.decode(windows) if windows else (), strict=True):
+            meta = {"sample_rate": self.decoder.sample_rate_hz}
+            events.append(Output(run, "audio", (Tensor.of("audio", audio),), meta))
+        for run in runs:
+            self._runs.remove(run)
+            live: Decoding = run.state
+            if live.ended and not live.waiting:
+                samples = live.decoded * self.decoder.samples_per_frame
+                events.append(Finished(run, "stop", {"audio_samples": samples}))
+            else:
+                self._runs.append(run)  # the end of the queue: with more runs than a batch holds, all take turns
+        return events
+
+    def close(self) -> None:
+        self._runs.clear()
+
+    def _can_work(self, run: Run) -> bool:
+        live: Decoding = run.state
+        return not run.blocked and (live.ended or live.waiting >= live.next_frames + self.decoder.right)
+
+    def _take(self, live: Decoding, tensor: Tensor) -> None:
+        """Copy the codes of a tensor; raises BadRequest if they are none."""
+        shape, dtype = tensor.spec.shape, tensor.spec.dtype
+        if dtype != "int16" or len(shape) != 2 or shape[1] != self.decoder.codes:
+            wanted = f"int16 [frames, {self.decoder.codes}]"
+            raise BadRequest(f"codes must be {wanted}, not {dtype} {list(shape)}", "codes")
+        codes = np.frombuffer(tensor.data, np.int16).reshape(shape).copy()
+        self.decoder.check(codes)
+        live.arrived.append(codes)
+        live.waiting += len(codes)
+
+    def _window(self, live: Decoding) -> Window:
+        """The next piece of a run; afterwards only its context and what follows are kept."""
+        codes = np.concatenate([live.codes, *live.arrived])
+        live.arrived.clear()
+        left = live.decoded - live.start
+        take = min(live.next_frames, live.waiting)
+        end = min(left + take + self.decoder.right, len(codes))
+        final = live.ended and end == len(codes)
+        window = Window(codes[:end], live.start, left, take, final, live.state)
+        live.decoded += take
+        live.waiting -= take
+        live.next_frames = live.chunk_frames
+        kept = max(0, left + take - self.decoder.left)
+        live.codes = codes[kept:]
+        live.start += kept
+        return window

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts a growing text into clauses to speak. Where it cuts depends on the text alone, not on how it arrived."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+LONGEST_CHARS = 300
+FIRST_CHARS, NEXT_CHARS = 16, 120
+"""A comma ends a clause that is so long: soon in the first clause, for an early start, else only in long ones."""
+
+_ABBREVIATIONS = """
+mr mrs ms dr prof rev st sr jr gen capt lt sgt hon dept vs etc approx fig vol inc ltd co est
+jan feb mar apr jun jul aug sep sept oct nov dec
+"""
+ABBREVIATIONS = frozenset(_ABBREVIATIONS.split())
+PICTURES_FROM = 0x2000  # ° © ^ below it are read aloud
+_END = re.compile(r"""([.!?…]+)["'”’)\]*_]*(?=\s)|\n|[,;:—]["'”’)\]*_]*(?=\s)""")
+_NUMBERED = re.compile(r"\s*[(\[]?(\d{1,3}|[A-Za-z])[.)]$")
+_LINK = re.compile(r"!?\[([^\]]*)\]\([^)\s]*\)")
+_LINE_MARK = re.compile(r"^\s*(?:#{1,6}|[-*+•>]|\d{1,3}[.)](?=\s))\s+")
+_RULE_OR_FENCE = re.compile(r"^\s*(?:[-*_=]{3,}|```.*)\s*$")
+
+
+class Clauses:
+    """Text in, clauses out, each as soon as nothing that may follow could change it."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._first = True
+
+    def feed(self, text: str, last: bool) -> list[str]:
+        """Clauses complete now, cleaned for speech; with `last` the rest comes too. Silent ones are left out."""
+        self._text = (self._text + text).lstrip()
+        found: list[str] = []
+        while (end := self._cut(last)) is not None:
+            clause = speakable(self._text[:end])
+            self._text = self._text[end:].lstrip()
+            if clause:
+                found.append(clause)
+                self._first = False
+        return found
+
+    def _cut(self, last: bool) -> int | None:
+        """Where the first clause ends, or None while that is open."""
+        shortest = FIRST_CHARS if self._first else NEXT_CHARS
+        comma = 0
+        for mark in _END.finditer(self._text):
+            if mark.end() > LONGEST_CHARS:
+                break
+            if mark[1] or mark[0] == "\n":
+                if not _is_inside(self._text[: mark.end(1)] if mark[1] else ""):
+                    return mark.end()
+            elif mark.end() >= shortest:
+                return mark.end()
+            else:
+                comma = mark.end()
+        if len(self._text) > LONGEST_CHARS:
+            return comma or self._text.rfind(" ", 1, LONGEST_CHARS) + 1 or LONGEST_CHARS
+        return len(self._text) if last and self._text else None
+
+
+def _is_inside(text: str) -> bool:
+    """True if the full stop at the end of `text` does not end a sentence: list number, initial, abbreviation."""
+    if not text.endswith(".") or text.endswith(".."):
+        return False
+    if _NUMBERED.match(text):
+        return True
+    word = text[:-1].rpartition(" ")[2].lstrip("(\"'“‘[*_")
+    is_initial = len(word) == 1 and word.isupper() and word != "I"
+    has_inner_stops = "." in word and word[-1].isalpha()  # U.S., e.g., p.m.
+    return is_initial or has_inner_stops or word.lower() in ABBREVIATIONS
+
+
+def speakable(clause: str) -> str:
+    """A clause without markdown and pictures; empty if there is nothing to say."""
+    if _RULE_OR_FENCE.match(clause):
+        return ""
+    text = _LINK.sub(r"\1", _LINE_MARK.sub("", clause))
+    text = "".join(" " if c in "_|" else c for c in text if c not in "*`~" and not _is_picture(c))
+    text = " ".join(text.split())
+    return text if any(c.isalnum() for c in text) else ""
+
+
+def _is_picture(char: str) -> bool:
+    """Emoji and other signs without a reading, and what joins them."""
+    kind = unicodedata.category(char)
+    symbol = kind in ("So", "Sk") and ord(char) >= PICTURES_FROM
+    return symbol or (kind in ("Cc", "Cf", "Cs", "Co", "Cn", "Mn") and not char.isspace())

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `engine:` sections of this pipeline's own stages in deploy.yaml, typed; every default is here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from backends.core.pipeline import EngineContext
+
+
+class OptionsError(ValueError):
+    """Engine options or the model they name cannot be used; the text names the stage and the key or folder."""
+
+
+class TalkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """model: folder of the speech codes' codebooks."""
+
+    model: str
+
+
+class Code2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """model: folder of the codebooks; chunks: options of the codec engine (backends/codec/engine.py)."""
+
+    model: str
+    chunks: dict[str, Any] = {}
+
+
+class TranscriberOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """model: folder of a Whisper checkpoint; max_audio_s: longest audio of a request, all parts together."""
+
+    model: str
+    threads: Annotated[int, msgspec.Meta(ge=1)] = 1
+    max_audio_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+
+
+T = TypeVar("T", TalkerOptions, Code2WavOptions, TranscriberOptions)
+
+
+def read_options(context: EngineContext, kind: type[T]) -> T:
+    """Typed options; raises OptionsError naming the stage and the key."""
+    given: Mapping[str, Any] = context.options
+    try:
+        return msgspec.convert(dict(given), kind)
+    except msgspec.ValidationError as error:
+        raise OptionsError(f"stage '{context.stage}', engine options: {error}") from None
+
+
+def model_folder(context: EngineContext, name: str) -> Path:
+    """The folder of a model of this stage; raises OptionsError if it is not there."""
+    folder = Path(context.models_dir, name)
+    if not folder.is_dir():
+        raise OptionsError(f"stage '{context.stage}': there is no model folder {folder}; set-up (make setup) builds it")
+    return folder

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The codec engine with a small exact decoder: cutting, batching, pausing, refusing and ending."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.codec.decoder import Window
+from backends.codec.engine import CodecEngine, CodecOptions
+from backends.core.engine import Output, Run
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest
+from tests.kit import drive
+
+LEFT, RIGHT, HOP = 2, 3, 4
+
+
+class RunningSum:
+    """Sound of a frame: HOP times the sum of the codes around it, plus how many frames the run had before it."""
+
+    codes, left, right, samples_per_frame, sample_rate_hz = 2, LEFT, RIGHT, HOP, 8000
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def start(self) -> Any:
+        return {"frames": 0}
+
+    def check(self, codes: np.ndarray) -> None:
+        if (codes < 0).any():
+            raise BadRequest("codes must not be negative", "codes")
+
+    def decode(self, windows: Sequence[Window]) -> list[np.ndarray]:
+        self.batches.append(len(windows))
+        return [self._one(window) for window in windows]
+
+    def _one(self, window: Window) -> np.ndarray:
+        assert window.left == min(self.left, window.start + window.left), "context in front is missing"
+        assert window.final or window.right == self.right, "context behind is missing"
+        sums = window.codes.sum(1).astype(np.float32)
+        made = []
+        for row in range(window.left, window.left + window.take):
+            around = sums[max(0, row - self.left) : row + self.right + 1].sum()
+            made.append(np.full(HOP, around + window.state["frames"], np.float32))
+            window.state["frames"] += 1
+        return np.concatenate(made)
+
+
+def engine(**options: Any) -> CodecEngine:
+    return CodecEngine("code2wav", RunningSum(), CodecOptions(**options))
+
+
+def frames(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 100, (count, 2)).astype(np.int16)
+
+
+def fed_run(**stages: Any) -> Run:
+    return drive.new_run(GenerateRequest(stages=stages), upstream={"talker"})
+
+
+def whole(codes: np.ndarray) -> np.ndarray:
+    window = Window(codes, 0, 0, len(codes), True, {"frames": 0})
+    return RunningSum().decode([window])[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 10, 12, 13, 14, 35, 38, 39, 100])
+@pytest.mark.parametrize("pieces", [1, 2, 5])
+def test_chunks_join_to_the_whole(count: int, pieces: int) -> None:
+    codes = frames(count, seed=count)
+    chunks = [drive.codes_chunk(piece) for piece in np.array_split(codes, pieces)]
+    events = drive.run_with(engine(), fed_run(), chunks)
+    np.testing.assert_array_equal(drive.audio(events), whole(codes))
+    assert drive.end(events).usage == {"audio_samples": count * HOP}
+
+
+def test_first_chunk_is_small_and_leaves_as_soon_as_its_context_is_there() -> None:
+    codec, run = engine(), fed_run()
+    codec.open(run)
+    assert codec.feed(run, drive.codes_chunk(frames(10 + RIGHT - 1)), last=False)
+    assert not codec.busy
+    assert codec.feed(run, drive.codes_chunk(frames(1)), last=False)
+    (event,) = codec.step()
+    assert isinstance(event, Output) and event.tensors[0].spec.shape == (10 * HOP,)
+    assert event.meta == {"sample_rate": 8000}
+    assert not codec.busy
+    assert codec.feed(run, drive.codes_chunk(frames(25)), last=False)
+    (event,) = codec.step()
+    assert isinstance(event, Output) and event.tensors[0].spec.shape == (25 * HOP,)
+
+
+@pytest.mark.parametrize(("first", "later"), [(1, 1), (3, 7), (100, 2)])
+def test_a_request_may_choose_its_chunks_without_another_result(first: int, later: int) -> None:
+    codes = frames(40)
+    run = fed_run(code2wav={"first_chunk_frames": first, "chunk_frames": later})
+    events = drive.run_with(engine(), run, [drive.codes_chunk(codes)])
+    np.testing.assert_array_equal(drive.audio(events), whole(codes))
+    sizes = [e.tensors[0].spec.shape[0] // HOP for e in events if isinstance(e, Output)]
+    assert sizes[0] == min(first, 40) and all(size == later for size in sizes[1:-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [({"chunk_frame": 3}, "stages.code2wav.chunk_frame"), ({"chunk_frames": 0}, "stages.code2wav.chunk_frames")],
+)
+def test_unknown_and_impossible_options_are_refused(options: dict[str, Any], where: str) -> None:
+    codec = engine()
+    with pytest.raises(BadRequest) as error:
+        codec.open(fed_run(code2wav=options))
+    assert error.value.where == where and not codec.busy
+
+
+def test_runs_of_different_lengths_share_steps_and_sound_as_alone() -> None:
+    codec = engine()
+    all_codes = [frames(count, seed=count) for count in (5, 30, 61, 100)]
+    runs = [fed_run() for _ in all_codes]
+    for run, codes in zip(runs, all_codes, strict=True):
+        codec.open(run)
+        assert codec.feed(run, drive.codes_chunk(codes), last=True)
+    events = drive.step_until_idle(codec)
+    for run, codes in zip(runs, all_codes, strict=True):
+        np.testing.assert_array_equal(drive.audio(events[run]), whole(codes))
+    assert codec.decoder.batches[0] == 4, "the first step takes all runs"  # type: ignore[attr-defined]
+
+
+def test_more_runs_than_a_batch_take_turns() -> None:
+    codec = engine(max_batch=2)
+    runs = [fed_run() for _ in range(5)]
+    for run in runs:
+        codec.open(run)
+        assert codec.feed(run, drive.codes_chunk(frames(100)), last=True)
+    first_seen = [event.run for _ in range(3) for event in codec.step()]
+    assert set(first_seen) == set(runs)
+
+
+def test_full_queue_says_not_now_and_takes_again_later() -> None:
+    codec, run = engine(max_queued_frames=50), fed_run()
+    codec.open(run)
+    assert codec.feed(run, drive.codes_chunk(frames(50)), last=False)
+    assert not codec.feed(run, drive.codes_chunk(frames(1)), last=False)
+    codec.step()
+    assert codec.feed(run, drive.codes_chunk(frames(1)), last=False)
+
+
+def test_blocked_run_waits_and_loses_nothing() -> None:
+    codec, run, other = engine(), fed_run(), fed_run()
+    codes = frames(60)
+    for each in (run, other):
+        codec.open(each)
+        assert codec.feed(each, drive.codes_chunk(codes), last=True)
+    run.blocked = True
+    events = drive.step_until_idle(codec)
+    assert run not in events
+    np.testing.assert_array_equal(drive.audio(events[other]), whole(codes))
+    run.blocked = False
+    np.testing.assert_array_equal(drive.audio(drive.step_until_idle(codec)[run]), whole(codes))
+
+
+def test_edge_that_ends_without_a_frame_ends_silently() -> None:
+    events = drive.run_with(engine(), fed_run(), [drive.codes_chunk(None), drive.codes_chunk(None)])
+    assert len(events) == 1 and drive.end(events).usage == {"audio_samples": 0}
+
+
+def test_empty_tensor_is_no_frame() -> None:
+    events = drive.run_with(engine(), fed_run(), [drive.codes_chunk(frames(0)), drive.codes_chunk(frames(3))])
+    assert drive.end(events).usage == {"audio_samples": 3 * HOP}
+
+
+def test_stopped_run_is_silent() -> None:
+    codec, run = engine(), fed_run()
+    codec.open(run)
+    assert codec.feed(run, drive.codes_chunk(frames(60)), last=True)
+    codec.step()
+    codec.stop(run)
+    assert not codec.busy and not codec.step()
+    codec.stop(run)
+
+
+@pytest.mark.parametrize(
+    "codes", [np.zeros((4, 3), np.int16), np.zeros(4, np.int16), np.zeros((4, 2), np.int32), -np.ones((4, 2), np.int16)]
+)
+def test_codes_of_another_shape_type_or_range_are_refused(codes: np.ndarray) -> None:
+    codec, run = engine(), fed_run()
+    codec.open(run)
+    with pytest.raises(BadRequest) as error:
+        codec.feed(run, drive.codes_chunk(codes), last=True)
+    assert error.value.where == "codes"
+
+
+def test_fed_codes_are_copied() -> None:
+    codec, run = engine(), fed_run()
+    codes = frames(20)
+    codec.open(run)
+    given = codes.copy()
+    assert codec.feed(run, drive.codes_chunk(given), last=True)
+    given[:] = 7
+    np.testing.assert_array_equal(drive.audio(drive.step_until_idle(codec)[run]), whole(codes))
