@@ -2,6 +2,7 @@
 """The other end of a shm link in a process of its own: `python -m tests.kit.shm_peer FD MODE`.
 
 echo   sends every message and chunk back, checks nothing, ends at EOF
+cuda   the same with a device slab: GPU tensors go back from the view on the other side's slab
 flood  puts 8 chunks and "ready", holds what it gets, and waits to be killed
 """
 
@@ -20,7 +21,12 @@ from backends.core.chunk import Chunk, Tensor
 
 
 def main(fd: int, mode: str) -> None:
-    end = ShmConnector(Link(socket.socket(fileno=fd)))
+    store = None
+    if mode == "cuda":
+        from backends.connectors.cuda_ipc import DeviceSlab
+
+        store, mode = DeviceSlab(), "echo"
+    end = ShmConnector(Link(socket.socket(fileno=fd)), store)
     if mode == "flood":
         for i in range(8):
             big = Tensor.of("x", np.full((10, 50_000, 40 << 20)[i % 3 if i < 3 else i % 2], i, np.uint8))

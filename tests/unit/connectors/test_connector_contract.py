@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -61,18 +60,6 @@ def test_shm_with_a_device_store(check):
 def test_shm_with_its_real_slab():
     """Sizes around the real slab's half, once."""
     larger_than_the_slab_takes_another_way(Carrier("shm", _shm, slab_bytes=shm.SLAB_BYTES))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("check", CHECKS, ids=check_name)
-def test_cuda_ipc(check):
-    if not Path("/dev/nvidiactl").exists():
-        pytest.skip("no CUDA device")
-    if importlib.util.find_spec("backends.connectors.cuda_ipc") is None:
-        pytest.fail("there is a CUDA device but no cuda_ipc carrier")
-    from tests.kit.cuda_carrier import CUDA
-
-    check(CUDA)
 
 
 def test_tcp():

@@ -47,6 +47,9 @@ def chunk_packet(**change):
 
 BAD_PACKETS = {
     "unknown kind": b"Z",
+    "a frame longer than its joined packet": b"J" + U32.pack(100) + shm.MESSAGE + b"cut off",
+    "a joined packet with a rest": b"J" + U32.pack(1) + b"ZZ",
+    "an empty frame": b"J" + U32.pack(0),
     "no header": shm.CHUNK,
     "short length": shm.CHUNK + b"\x01",
     "header longer than packet": shm.CHUNK + U32.pack(10_000) + b"\x90",

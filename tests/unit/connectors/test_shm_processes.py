@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @contextlib.contextmanager
-def peer(mode):
+def peer(mode, store=None):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
@@ -30,7 +30,7 @@ def peer(mode):
             cwd=ROOT,
             stdout=subprocess.PIPE,
         )
-    end = ShmConnector(Link(ours))
+    end = ShmConnector(Link(ours), store)
     try:
         yield end, process
     finally:
@@ -80,3 +80,26 @@ def test_what_a_killed_process_had_sent_is_delivered():
             end.release(chunk)  # a dead sender needs no acknowledgement
         del data
     assert open_fds() == fds
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="no CUDA device")
+def test_gpu_tensors_go_there_and_back_without_the_host():
+    """A slab cannot be opened in the process that made it, so the other end of this carrier is a process."""
+    import torch
+
+    from backends.connectors.cuda_ipc import DeviceSlab
+
+    with peer("cuda", DeviceSlab(nbytes=8 << 20)) as (end, _):
+        for index, nbytes in enumerate((0, 1, 8_192, 8_193, 1 << 20, 3 << 20, 20 << 20)):
+            data = pattern(nbytes)
+            there = Tensor(Tensor.of("x", data).spec, torch.from_numpy(data).cuda(), "cuda:0")
+            assert end.put(Chunk(b"r" * 16, "e", index, tensors=(there, Tensor.of("host", data))))
+            back = take_chunk(end)
+            on_gpu, on_host = back.tensors
+            fits = nbytes <= 8 << 20
+            assert on_gpu.device == ("cuda:0" if fits else "cpu"), "what the slab cannot hold goes over the host"
+            got = torch.as_tensor(on_gpu.data, device="cuda").cpu().numpy() if fits and nbytes else on_gpu.data
+            assert bytes(got) == bytes(on_host.data) == data.tobytes() or not nbytes
+            end.release(back)
+        assert end.in_flight == 0
