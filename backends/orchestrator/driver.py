@@ -175,8 +175,14 @@ class Orchestrator:
             else:
                 self._queue(arrival)
         except OmniError as error:
-            self.metrics.refused(error.code)
-            arrival.front.fail(error)
+            self._refuse(arrival, error)
+        except Exception as error:  # the loop border: a bug in a pipeline's check must not leave a client waiting
+            log.exception("request %s could not be checked", arrival.request_id)
+            self._refuse(arrival, Internal(f"{type(error).__name__}: {error}"))
+
+    def _refuse(self, arrival: Arrival, error: OmniError) -> None:
+        self.metrics.refused(error.code)
+        arrival.front.fail(error)
 
     def _queue(self, arrival: Arrival) -> None:
         check_request(self.pipeline, arrival.request, arrival.media)

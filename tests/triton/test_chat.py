@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded default end to end: real tritonserver, vLLM, speech and Whisper, through the OpenAI SDK."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from openai import BadRequestError, OpenAI
+
+from backends.supervisor.home import find_home
+from backends.wire import GenerateRequest, Message, Part, Sampling
+from client import Client
+from tests.kit.calls import generate, generate_stream, health, idle, metrics
+from tests.kit.server import RunningServer, wait_for
+
+pytestmark = [pytest.mark.triton, pytest.mark.models, pytest.mark.timeout(600)]
+
+STORY = [{"role": "user", "content": "Tell me about the sea."}]
+SPOKEN = [
+    "The weather is very nice today.",
+    "We walked along the river for an hour.",
+    "Please close the window before you leave.",
+]
+
+
+@pytest.fixture(scope="module")
+def sdk(chat_server: RunningServer) -> OpenAI:
+    return OpenAI(base_url=chat_server.openai, api_key="none", timeout=300, max_retries=0)
+
+
+def spoken(sdk: OpenAI, stream: bool, voice: str = "heart", tokens: int = 90) -> Any:
+    """One deterministic answer with speech."""
+    return sdk.chat.completions.create(
+        model="chat",
+        messages=STORY,
+        modalities=["text", "audio"],
+        audio={"voice": voice, "format": "pcm16"},
+        max_tokens=tokens,
+        temperature=0,
+        stream=stream,
+    )
+
+
+def test_text_answer_is_right_and_opens_no_speech_stage(sdk: OpenAI, chat_server: RunningServer) -> None:
+    def opened() -> dict[str, float]:
+        return {k: v for k, v in metrics(chat_server).items() if k.startswith("omni_stage_runs_opened_total")}
+
+    before = opened()
+    answer = sdk.chat.completions.create(
+        model="chat", messages=[{"role": "user", "content": "What is the capital of France?"}], max_tokens=30
+    )
+    assert "Paris" in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens > 3
+    grown = {k for k, v in opened().items() if v > before.get(k, 0)}
+    assert grown == {'omni_stage_runs_opened_total{pipeline="chat",stage="thinker"}'}
+
+
+def test_speech_starts_before_the_text_has_ended_and_equals_the_whole(sdk: OpenAI) -> None:
+    text, pcm, order = [], [], []
+    for chunk in spoken(sdk, stream=True):
+        for choice in chunk.choices:
+            audio = choice.delta.audio
+            if audio is not None and audio.transcript:
+                text.append(audio.transcript)
+                order.append("text")
+            if audio is not None and audio.data:
+                pcm.append(base64.b64decode(audio.data))
+                order.append("audio")
+    assert len(re.findall(r"[.!?]", "".join(text))) >= 3, "".join(text)
+    assert order.index("audio") < len(order) - 1 - order[::-1].index("text"), "speech came after the last text"
+    whole = spoken(sdk, stream=False).choices[0].message
+    assert whole.content is None
+    assert whole.audio.transcript == "".join(text)
+    assert base64.b64decode(whole.audio.data) == b"".join(pcm)
+
+
+def test_what_is_spoken_can_be_heard(sdk: OpenAI, chat_server: RunningServer) -> None:
+    wrong = total = 0
+    for sentence in SPOKEN:
+        wav = sdk.audio.speech.create(model="chat", voice="heart", input=sentence, response_format="wav").read()
+        heard = transcript(chat_server, *samples(wav))
+        wrong += word_errors(sentence, heard)
+        total += len(words(sentence))
+    assert wrong / total <= 0.10
+
+
+def test_one_can_talk_to_it(sdk: OpenAI) -> None:
+    question = sdk.audio.speech.create(
+        model="chat", voice="heart", input="What is the capital of France?", response_format="wav"
+    ).read()
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(question).decode(), "format": "wav"}}
+    answer = sdk.chat.completions.create(model="chat", messages=[{"role": "user", "content": [part]}], max_tokens=30)
+    assert "Paris" in answer.choices[0].message.content
+
+
+def test_a_recorded_voice_is_heard(chat_server: RunningServer) -> None:
+    folder = find_home().root / "packages" / "pytest-audioeval" / "pytest_audioeval" / "samples" / "audio" / "en"
+    heard = transcript(chat_server, *samples((folder / "quick_brown_fox.wav").read_bytes()))
+    assert words(heard) == words("The quick brown fox jumps over the lazy dog")
+
+
+@pytest.mark.parametrize("encoding", ["mp3", "opus", "aac", "flac", "wav", "pcm"])
+def test_speech_in_every_encoding(sdk: OpenAI, encoding: str) -> None:
+    data = sdk.audio.speech.create(model="chat", voice="heart", input="Hello there.", response_format=encoding).read()
+    starts = {"opus": b"OggS", "flac": b"fLaC", "wav": b"RIFF"}.get(encoding, b"")
+    assert len(data) > 1000
+    assert data.startswith(starts)
+
+
+def test_unknown_voice_and_language_name_what_exists(sdk: OpenAI, chat_server: RunningServer) -> None:
+    with pytest.raises(BadRequestError, match="heart"):
+        spoken(sdk, stream=False, voice="alloy")
+    status, answer = generate(chat_server, "chat", text_input="x", language="de")
+    assert status == 400
+    assert answer["error"].startswith("[bad_request:language]")
+    assert "en" in answer["error"]
+
+
+def test_generate_stream_as_in_the_readme(chat_server: RunningServer) -> None:
+    answers = generate_stream(
+        chat_server, "chat", text_input="What is the capital of France?", stream=True, modalities="text", max_tokens=20
+    )
+    assert "Paris" in "".join(a.get("text_output", "") for a in answers)
+    assert answers[-1]["event"]["type"] == "end"
+
+
+def test_a_too_long_chat_is_refused_with_the_count(sdk: OpenAI) -> None:
+    with pytest.raises(BadRequestError, match="2048"):
+        sdk.chat.completions.create(model="chat", messages=[{"role": "user", "content": "word " * 4000}])
+
+
+def test_leaving_in_mid_answer_frees_every_stage(sdk: OpenAI, chat_server: RunningServer) -> None:
+    for _ in range(3):
+        stream = spoken(sdk, stream=True, tokens=400)
+        next(iter(stream))
+        stream.close()
+    wait_for(lambda: idle(chat_server, "chat"), 5.0, "every slot free")
+    assert health(chat_server, "chat")["ready"]
+
+
+def test_concurrent_answers_equal_the_one_alone(sdk: OpenAI, chat_server: RunningServer) -> None:
+    alone, _ = whole(chat_server)
+    with Client(chat_server.grpc) as client:
+        streams = [client.generate("chat", request()) for _ in range(4)]
+        texts = ["".join(p.text or "" for p in stream) for stream in streams]
+    assert texts == [alone] * 4
+
+
+def request() -> GenerateRequest:
+    return GenerateRequest(messages=(Message("user", STORY[0]["content"]),), sampling=Sampling(24, temperature=0.0))
+
+
+def whole(server: RunningServer) -> tuple[str, dict[str, Any]]:
+    """The deterministic answer, in one response."""
+    status, answer = generate(server, "chat", request=json.dumps({
+        "messages": STORY, "sampling": {"max_tokens": 24, "temperature": 0}, "stream": False,
+    }))  # fmt: skip
+    assert status == 200, answer
+    return answer["text_output"], answer["event"]
+
+
+def transcript(server: RunningServer, audio: np.ndarray, rate: int) -> str:
+    """What the transcriber stage hears, called directly."""
+    part = Part("audio", offset=0, length=len(audio), sample_rate=rate)
+    asked = GenerateRequest(messages=(Message("user", (part,)),))
+    with Client(server.grpc) as client:
+        pieces = list(client.generate("chat_transcriber", asked, audio=audio))
+    return " ".join(p.text for p in pieces if p.text)
+
+
+def samples(wav: bytes) -> tuple[np.ndarray, int]:
+    """A WAV file's mono samples and rate."""
+    found, rate = soundfile.read(io.BytesIO(wav), dtype="float32")
+    return found, rate
+
+
+def words(text: str) -> list[str]:
+    return re.sub(r"[^a-z' ]", " ", text.lower()).split()
+
+
+def word_errors(said: str, heard: str) -> int:
+    """Edit distance in words."""
+    a, b = words(said), words(heard)
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
+    return row[-1]
