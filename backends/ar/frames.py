@@ -86,7 +86,7 @@ class Speaking:
 
 
 class FrameEngine:
-    """core.engine.Engine that turns rows into frames: Send(codes (frames, books) int32)."""
+    """core.engine.Engine that turns rows into frames: Send(codes (frames, books) int16)."""
 
     def __init__(
         self, context: EngineContext, make: Callable[[Any, Any], FrameModel], needed: Mapping[str, Any]
@@ -198,7 +198,7 @@ class FrameEngine:
         events: list[Event] = []
         if good:
             live.frames += len(good)
-            events.append(Send(live.run, (Tensor.of("codes", torch.stack(good).to(torch.int32).numpy()),)))
+            events.append(Send(live.run, (Tensor.of("codes", torch.stack(good).to(torch.int16).numpy()),)))
         if output.finished:
             del self._live[live.key], self.store.runs[live.key]
             events.append(self._end(live, made.finish_reason or ""))

@@ -91,25 +91,27 @@ def _hint(message: str) -> str:
 
 
 def checkpoint(options: ArOptions, models_dir: str) -> str:
-    """The folder of the checkpoint, complete as far as its own index says; raises OptionsError naming what lacks.
+    """The checkpoint's folder as vLLM takes it.
 
-    A name that is no folder is handed to vLLM as a hub name, unless HF_HUB_OFFLINE says that there is no hub.
+    A name that is no folder is handed on as a hub name, unless HF_HUB_OFFLINE says that there is no hub.
     """
-    folder = Path(models_dir, options.model) if models_dir else Path(options.model)
-    if not folder.is_dir():
-        if (
-            os.environ.get("HF_HUB_OFFLINE") == "1"
-            or Path(options.model).is_absolute()
-            or options.model.startswith(".")
-        ):
-            raise OptionsError(f"model '{options.model}': there is no folder {folder}")
+    is_path = Path(options.model).is_absolute() or options.model.startswith(".")
+    if not Path(models_dir, options.model).is_dir() and not is_path and os.environ.get("HF_HUB_OFFLINE") != "1":
         return options.model
+    return str(checkpoint_folder(options.model, models_dir))
+
+
+def checkpoint_folder(model: str, models_dir: str) -> Path:
+    """The folder, complete as far as its own index says; raises OptionsError naming what lacks."""
+    folder = Path(models_dir, model)
+    if not folder.is_dir():
+        raise OptionsError(f"model '{model}': there is no folder {folder}")
     if not (folder / "config.json").is_file():
-        raise OptionsError(f"model '{options.model}': {folder / 'config.json'} is missing")
+        raise OptionsError(f"model '{model}': {folder / 'config.json'} is missing")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing:
-            raise OptionsError(f"model '{options.model}': {len(missing)} weight file(s) missing: {missing[0]} …")
-    return str(folder)
+            raise OptionsError(f"model '{model}': {len(missing)} weight file(s) missing: {missing[0]} …")
+    return folder

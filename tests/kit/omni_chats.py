@@ -21,6 +21,11 @@ CHATS = [
 ]
 
 
+def code2wav(folder, **more):
+    given = {"model": str(folder)} | more
+    return PIPELINE.stage("code2wav").engine(EngineContext("qwen3_omni", "code2wav", given))
+
+
 def engines(folder, thinker=None, talker=None):
     common = {"model": str(folder), "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 8}
     no_media = {"limit_mm_per_prompt": {"audio": 0, "image": 0, "video": 0}, "max_model_len": 1024}

@@ -4,7 +4,7 @@
     thinker → talker     first chunk: prompt_ids int32 (tokens,), and if there are media: media float32 (media
                          positions, hidden), meta with their shapes (thinker.media_shapes);
                          every chunk: token_ids int32 (words,), the tokens to be spoken
-    talker → code2wav    codes int32 (frames, books)
+    talker → code2wav    codes int16 (frames, books), read as they are
 
 Words travel as token ids: the talker holds the thinker's word embeddings (0.6 GB of the real model), which are what
 the thinker's layer-0 rows are at text positions, also for positions that a prefix cache has skipped. Only media
@@ -37,12 +37,6 @@ def piece_of(chunk: Chunk) -> Piece:
     media = _array(chunk, "media")
     rows = None if media is None else media.copy()
     return Piece(_ids(chunk, "prompt_ids"), _ids(chunk, "token_ids"), rows, dict(chunk.meta))
-
-
-def codes_of(chunk: Chunk) -> np.ndarray | None:
-    """Adapter talker → code2wav: (frames, books) int32; None for an empty last chunk."""
-    codes = _array(chunk, "codes")
-    return None if codes is None else codes.copy()
 
 
 def _ids(chunk: Chunk, name: str) -> list[int]:

@@ -38,6 +38,8 @@ def talker_config(config: Any) -> Any:
 class TalkerNetwork(nn.Module, SupportsPP, SupportsMRoPE):
     """Qwen3-Omni's talker. It also holds the thinker's word embeddings: text arrives as token ids."""
 
+    banned: torch.Tensor
+    """(vocabulary,) bool: codes that are never sampled"""
     mapper = WeightsMapper(
         orig_to_new_prefix={
             "thinker.model.embed_tokens.": "word_embedding.",

@@ -10,7 +10,7 @@ from backends.config.paths import engine_python
 from backends.core.chunk import TensorSpec
 from backends.core.engine import Engine
 from backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
-from backends.pipelines.qwen3_omni.adapters import codes_of, piece_of
+from backends.pipelines.qwen3_omni.adapters import piece_of
 from backends.pipelines.qwen3_omni.checks import check
 
 
@@ -40,16 +40,16 @@ PIPELINE = Pipeline(
     name="qwen3_omni",
     stages=(
         Stage("thinker", _thinker, _environment),
-        Stage("talker", _talker, _environment, outputs=(TensorSpec("codes", "int32", (-1, -1)),)),
+        Stage("talker", _talker, _environment, outputs=(TensorSpec("codes", "int16", (-1, -1)),)),
         Stage(
             "code2wav",
             _code2wav,
             _environment,
-            inputs=(TensorSpec("codes", "int32", (-1, -1)),),
+            inputs=(TensorSpec("codes", "int16", (-1, -1)),),
             outputs=(TensorSpec("audio", "float32", (-1,)),),
         ),
     ),
-    edges=(Edge("thinker", "talker", piece_of), Edge("talker", "code2wav", codes_of)),
+    edges=(Edge("thinker", "talker", piece_of), Edge("talker", "code2wav")),
     outputs=(Output("text", "thinker"), Output("audio", "code2wav")),
     operations=(Operation("chat", "thinker", ("text",)),),
     check=check,

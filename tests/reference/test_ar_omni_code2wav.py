@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""code2wav against transformers' network on the same codes: chunked, batched, ragged; and the whole chain to sound."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from backends.core.chunk import Chunk, Tensor
+from backends.core.engine import Finished, Output, Run
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest
+from backends.pipelines.qwen3_omni.pipeline import PIPELINE
+from tests.kit.ar_worker import become_ar_worker
+from tests.kit.chain import Chain
+from tests.kit.omni_chats import CHATS, check, code2wav, engines, references, request
+from tests.kit.tiny_omni import Reference, tiny_omni
+
+become_ar_worker()
+pytestmark = pytest.mark.timeout(240)
+
+WHOLE = 64  # frames of left context beyond the reach of the tiny network
+SAMPLES_PER_FRAME, TAIL = 1920, 555
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_omni(tmp_path_factory.mktemp("tiny_omni"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    return Reference(folder)
+
+
+def random_codes(frames, seed=0):
+    return np.random.default_rng(seed).integers(0, 128, (frames, 4), dtype=np.int16)
+
+
+def whole(reference, codes):
+    import torch
+
+    with torch.no_grad():
+        return reference.model.code2wav(torch.from_numpy(codes.T.astype(np.int64))[None])[0, 0].numpy()
+
+
+def decode(engine, many, pieces=1):
+    """Sound of several runs at once; every turn brings `pieces` frames of each."""
+    runs = [Run(os.urandom(16), "r", GenerateRequest(), upstream=frozenset({"talker"})) for _ in many]
+    sound = {run: [] for run in runs}
+    ends = {}
+    for run in runs:
+        engine.open(run)
+    for at in range(0, max(map(len, many)) + pieces, pieces):
+        for run, codes in zip(runs, many, strict=True):
+            part = codes[at : at + pieces]
+            if len(part):
+                chunk = Chunk(run.id, "talker", tensors=(Tensor.of("codes", part),))
+                assert engine.feed(run, chunk, at + pieces >= len(codes))
+        while engine.busy:
+            for event in engine.step():
+                if isinstance(event, Output):
+                    sound[event.run].append(event.tensors[0].data)
+                else:
+                    ends[event.run] = event
+    assert all(isinstance(ends[run], Finished) for run in runs)
+    return [sound[run] for run in runs]
+
+
+def plan(frames):
+    """How many frames each piece of sound holds: four, then twenty-five at a time, then what is left."""
+    found, left = [], frames
+    for size in [4] + [25] * frames:
+        if left:
+            found.append(min(size, left))
+            left -= found[-1]
+    return found
+
+
+@pytest.mark.parametrize("frames", [1, 3, 4, 5, 29, 30, 54, 100])
+def test_chunks_join_to_the_whole(folder, reference, frames):
+    codes = random_codes(frames)
+    pieces = decode(code2wav(folder, left_context_frames=WHOLE), [codes])[0]
+    expected = whole(reference, codes)
+    assert len(expected) == frames * SAMPLES_PER_FRAME - TAIL
+    joined = np.concatenate(pieces)
+    assert len(joined) == len(expected)
+    assert np.abs(joined - expected).max() < 1e-5
+    assert [round((len(p) + TAIL * (i == 0)) / SAMPLES_PER_FRAME) for i, p in enumerate(pieces)] == plan(frames)
+
+
+def test_short_context_keeps_the_length_and_nearly_the_sound(folder, reference):
+    codes = random_codes(80)
+    joined = np.concatenate(decode(code2wav(folder), [codes])[0])
+    expected = whole(reference, codes)
+    assert len(joined) == len(expected)
+    error = np.sqrt(np.mean((joined - expected) ** 2)) / np.sqrt(np.mean(expected**2))
+    assert error < 0.05
+    assert np.abs(joined[: 4 * SAMPLES_PER_FRAME - TAIL] - expected[: 4 * SAMPLES_PER_FRAME - TAIL]).max() < 1e-5
+
+
+def test_rows_of_any_length_sound_in_a_batch_as_alone(folder):
+    engine = code2wav(folder, left_context_frames=WHOLE)
+    many = [random_codes(frames, seed) for seed, frames in enumerate((1, 7, 33, 60, 4, 29))]
+    together = decode(engine, many, pieces=3)
+    for codes, sound in zip(many, together, strict=True):
+        alone = decode(engine, [codes])[0]
+        assert np.abs(np.concatenate(sound) - np.concatenate(alone)).max() < 1e-5
+
+
+def test_codes_outside_the_codebook_are_refused(folder):
+    engine = code2wav(folder)
+    run = Run(os.urandom(16), "r", GenerateRequest())
+    engine.open(run)
+    for bad in (128, -1):
+        with pytest.raises(BadRequest):
+            engine.feed(run, Chunk(run.id, "", tensors=(Tensor.of("codes", np.full((1, 4), bad, np.int16)),)), True)
+
+
+def test_the_whole_chain_says_what_transformers_says(folder, reference):
+    """Text, every code and the waveform, eight chats at once; sound begins while the text is still being written."""
+    expected = references(reference)
+    stages = engines(folder) | {"code2wav": code2wav(folder, left_context_frames=WHOLE)}
+    chain = Chain(PIPELINE, stages)
+    try:
+        jobs = [chain.open(request(place)) for place in range(len(CHATS))]
+        chain.run()
+    finally:
+        chain.close()
+    for job, spoken in zip(jobs, expected, strict=True):
+        check(job, spoken)
+        # where transformers leaves out the last frame, the sound up to its last samples is the same
+        assert np.abs(job.audio()[: len(spoken.wave)] - spoken.wave).max() < 1e-5
+    first_sound = jobs[2].order.index(("code2wav", "Output"))
+    last_text = len(jobs[2].order) - 1 - jobs[2].order[::-1].index(("thinker", "Output"))
+    assert first_sound < last_text

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of qwen3_omni that a stub without torch uses: graph, adapters, checks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from backends.core.chunk import Chunk, Tensor
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest, Message, Part
+from backends.pipelines.qwen3_omni.adapters import piece_of
+from backends.pipelines.qwen3_omni.pipeline import PIPELINE
+
+CHAT = GenerateRequest(messages=(Message("user", "hello"),))
+
+
+def test_text_alone_opens_no_speech_stage():
+    assert PIPELINE.needed(CHAT) == {"thinker"}
+    both = GenerateRequest(messages=CHAT.messages, modalities=("text", "audio"))
+    assert PIPELINE.needed(both) == {"thinker", "talker", "code2wav"}
+
+
+def test_the_graph_needs_no_engine_library():
+    code = (
+        "import sys, backends.pipelines.qwen3_omni.pipeline; "
+        "assert not {'torch', 'vllm', 'transformers', 'PIL', 'scipy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_piece_is_what_its_chunk_carries():
+    ids, words = np.array([5, 6, 7], np.int32), np.array([8], np.int32)
+    rows = np.ones((2, 3), np.float32)
+    tensors = tuple(Tensor.of(n, a) for n, a in (("prompt_ids", ids), ("token_ids", words), ("media", rows)))
+    piece = piece_of(Chunk(b"", "thinker", tensors=tensors, meta={"image_grids": [[1, 2, 2]]}))
+    assert (piece.prompt_ids, piece.token_ids) == ([5, 6, 7], [8])
+    assert piece.shapes == {"image_grids": [[1, 2, 2]]}
+    rows[:] = 0  # the link reuses its buffer once the chunk is released
+    assert piece.media is not None and piece.media.min() == 1
+
+
+def test_an_empty_last_chunk_is_a_piece_without_words():
+    piece = piece_of(Chunk(b"", "thinker", last=True))
+    assert (piece.prompt_ids, piece.token_ids, piece.media) == ([], [], None)
+
+
+@pytest.mark.parametrize(
+    ("request_", "where"),
+    [
+        (GenerateRequest(), "messages"),
+        (GenerateRequest(messages=(Message("assistant", (Part("image"),)),)), "messages[0]"),
+        (GenerateRequest(messages=CHAT.messages, stages={"talk": {}}), "stages.talk"),
+    ],
+)
+def test_what_can_be_refused_at_once_names_its_field(request_, where):
+    with pytest.raises(BadRequest) as caught:
+        PIPELINE.check(request_)
+    assert caught.value.where == where
