@@ -9,9 +9,9 @@ from backends import wire
 from backends.wire import BadRequest, OmniError
 
 _TRITON_WORDS = (
+    ("no available versions", "unavailable"),  # known, but not loaded: comes or goes
     ("unknown model", "not_found"),
     ("is not found", "not_found"),
-    ("no available versions", "unavailable"),
     ("is not ready", "unavailable"),
     ("Server is stopping", "unavailable"),
     ("restricted", "unavailable"),

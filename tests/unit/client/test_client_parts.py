@@ -27,7 +27,7 @@ from tests.kit.fake_backend import sine
     [
         ("[too_busy:queue] full", "too_busy"),
         ("Request for unknown model: 'x' is not found", "not_found"),
-        ("Request for unknown model: 'x' has no available versions", "not_found"),
+        ("Request for unknown model: 'x' has no available versions", "unavailable"),
         ("in ensemble: model is not ready", "unavailable"),
         ("Server is stopping, scheduler for model has stopped", "unavailable"),
         ("something else", "internal"),
