@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from backends.supervisor.child import clean_environment
 from backends.supervisor.home import HOME_VARIABLE, Home
-from backends.supervisor.pip import clean_environment
 from backends.supervisor.problem import Problem
 
 CONTAINER = Path("/opt/tritonserver")

@@ -7,23 +7,20 @@ import errno
 import os
 import re
 import shlex
-import subprocess
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from backends.supervisor.child import disk_full, follow
 from backends.supervisor.problem import Problem
 from backends.supervisor.stamps import Say
 
 PIP_ARGS_VARIABLE = "PIP_ARGS"
 _SHOWN = re.compile(r"^\s*(Downloading|Processing|Building|Installing collected packages|Saved)\b")
-_SHOWN_CHARS = 110
 # the plain case, and how pip puts it when a constraints file names torch too
 _NO_CPU_TORCH = re.compile(
     r"(requirement|distribution found for|conflicting dependencies\.[\s\S]*depends on) torch==\S*\+cpu"
 )
-_TAIL_LINES = 400
 
 
 @dataclass(frozen=True)
@@ -52,41 +49,14 @@ def read_requirements(files: Iterable[Path]) -> list[Requirement]:
 def pip(python: Path, arguments: Sequence[str], log: Path, say: Say, known: Sequence[Requirement] = ()) -> None:
     """Run pip of `python`'s environment. Raises a Problem that explains the log if pip fails."""
     extra = pip_arguments(os.environ) if arguments[0] in ("install", "download") else []
-    command = [str(python), "-m", "pip", *arguments, *extra]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    tail: deque[str] = deque(maxlen=_TAIL_LINES)
-    with log.open("a") as sink:
-        sink.write(f"$ {shlex.join(command)}\n")
-        child = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            env={**clean_environment(os.environ), "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"},
-        )
-        assert child.stdout is not None
-        with child.stdout:
-            for line in child.stdout:
-                sink.write(line)
-                tail.append(line)
-                if _SHOWN.match(line):
-                    say(f"    {line.strip()[:_SHOWN_CHARS]}")
-        if child.wait() != 0:
-            raise explain("".join(tail), log, known)
+    code, text = follow([str(python), "-m", "pip", *arguments, *extra], log, say, _SHOWN)
+    if code != 0:
+        raise explain(text, log, known)
 
 
 def pip_arguments(environ: Mapping[str, str]) -> list[str]:
     """What the user wants pip to get when it looks for packages, from PIP_ARGS."""
     return shlex.split(environ.get(PIP_ARGS_VARIABLE, ""))
-
-
-def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what would make a child Python find other packages than its own."""
-    return {
-        k: v for k, v in environ.items() if k not in ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-    }
 
 
 def explain(text: str, log: Path, known: Sequence[Requirement] = ()) -> Problem:
@@ -124,11 +94,4 @@ def no_cpu_torch(log: Path) -> Problem:
         "add PyTorch's CPU wheel index as an extra index (pytorch.org, Get Started, Compute Platform: CPU shows it): "
         f"make setup {PIP_ARGS_VARIABLE}='--extra-index-url <that index>', "
         f"or a folder with the wheel: {PIP_ARGS_VARIABLE}='--find-links <folder>'; {log}",
-    )
-
-
-def disk_full(folder: Path) -> Problem:
-    return Problem(
-        f"the disk that holds {folder} is full",
-        "free some space, or point TRITON_OMNI_HOME at a folder on a larger disk; set-up goes on where it stopped",
     )

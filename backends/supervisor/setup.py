@@ -60,7 +60,7 @@ def main(arguments=None):
         say("setup: interrupted; run it again, it goes on where it stopped")
         return 130
     except OSError as error:
-        from backends.supervisor.pip import disk_full
+        from backends.supervisor.child import disk_full
 
         if error.errno != errno.ENOSPC:
             raise

@@ -7,6 +7,7 @@ import errno
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from backends.supervisor.child import NOTHING, disk_full, follow
 from backends.supervisor.home import REPO, Home, is_repository
 from backends.supervisor.locate import libpython_of
-from backends.supervisor.pip import clean_environment, disk_full, pip, read_requirements
+from backends.supervisor.pip import pip, read_requirements
 from backends.supervisor.problem import Problem
 from backends.supervisor.stamps import Say, Step
 
@@ -30,6 +32,7 @@ GIGABYTE = 1 << 30
 FIRST_SETUP_BYTES = 8 * GIGABYTE  # engine 4.1 GB, server and weights 0.7, converted weights 0.5, pip's own copies
 LATER_SETUP_BYTES = GIGABYTE
 HOOK_MODULE = "triton_omni_torchvision_hook"
+_MODEL_LINE = re.compile(r"^\S+( …|: )")  # what a build_models.py says of each model
 # CUDA builds on the index that break beside a CPU torch; nothing of ours needs them
 UNWANTED = ("torchaudio", "torchcodec")
 
@@ -106,7 +109,7 @@ def model_step(context: Context, builder: Path) -> Step:
     requirements = builder.parent / "requirements-models.txt"
     return Step(
         f"models-{pipeline}",
-        f"convert the weights of '{pipeline}' (about a minute)",
+        f"convert the weights of '{pipeline}' (a few minutes)",
         lambda: build_models(context, pipeline),
         inputs=[*sorted(builder.parent.glob("*.py")), *([requirements] if requirements.is_file() else [])],
         results=[context.home.models],
@@ -294,7 +297,8 @@ def build_models(context: Context, pipeline: str) -> None:
     """Convert the weights of one pipeline for its engines."""
     home = context.home
     command = [str(home.engine_python), "-m", f"backends.pipelines.{pipeline}.build_models"]
-    run([*command, "--packages", str(home.packages), "--out", str(home.models)], context.log(f"models-{pipeline}"))
+    command += ["--packages", str(home.packages), "--out", str(home.models)]
+    run(command, context.log(f"models-{pipeline}"), context.say, _MODEL_LINE)
 
 
 def self_check(context: Context) -> None:
@@ -304,23 +308,19 @@ def self_check(context: Context) -> None:
     context.say(f"    {check_server(context.home)}")
 
 
-def run(command: list[str], log: Path) -> str:
+def run(command: list[str], log: Path, say: Say | None = None, shown: re.Pattern[str] = NOTHING) -> str:
     """Run a child with its output in `log`; returns what it wrote. Raises Problem with its last line if it fails."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
-        errors="replace", env=clean_environment(os.environ), check=False,
-    )  # fmt: skip
-    with log.open("a") as sink:
-        sink.write(f"$ {' '.join(command)}\n{done.stdout}")
-    if done.returncode != 0:
-        if "No space left on device" in done.stdout:
+    code, text = follow(command, log, say or _quiet, shown)
+    if code != 0:
+        if "No space left on device" in text:
             raise disk_full(log.parent)
-        last = next(
-            (line for line in reversed(done.stdout.splitlines()) if line.strip()), f"exit code {done.returncode}"
-        )
-        raise Problem(f"{Path(command[0]).name} {command[1:3]} failed: {last.strip()}", f"read {log}")
-    return done.stdout
+        last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), f"exit code {code}")
+        raise Problem(f"{Path(command[0]).name} {' '.join(command[1:3])} failed: {last}", f"read {log}")
+    return text
+
+
+def _quiet(text: str) -> None:
+    """Show nothing."""
 
 
 def _version_of(python: Path) -> str:

@@ -132,7 +132,10 @@ def _bare(
     home, log = find_home(), folder / "server.log"
     run_dir = rundir.make()
     ports = free_ports()
-    launch = Launch(find_server(home), repositories, ports, run_dir, explicit=False, exit_timeout_s=10, flags=flags, variables=variables)
+    server = find_server(home)
+    launch = Launch(
+        server, repositories, ports, run_dir, explicit=False, exit_timeout_s=10, flags=flags, variables=variables
+    )
     child = launch.start(log)
     try:
         processes.wait_until(lambda: launch.api().is_ready(2.0) or child.poll() is not None, timeout_s)
