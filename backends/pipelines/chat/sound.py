@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Audio of a request, made ready for the transcriber: checked, resampled, cut into windows at quiet places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from backends.core.chunk import Tensor
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest
+
+SAMPLE_RATE_HZ = 16_000
+WINDOW_SAMPLES = 30 * SAMPLE_RATE_HZ
+CUT_WITHIN_SAMPLES = 5 * SAMPLE_RATE_HZ  # a cut lies in the last five seconds of a window, where it is quietest
+QUIET_SAMPLES = SAMPLE_RATE_HZ // 10
+LOWEST_RATE_HZ, HIGHEST_RATE_HZ = 4_000, 192_000
+LOUDEST = 4.0  # resampling may overshoot 1; 16-bit numbers sent as they are go far beyond
+MAX_FILTER = 1_000  # odd rates are met within a millionth by a fraction of small numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """One audio part of a request: its samples and rate as they came."""
+
+    samples: np.ndarray
+    rate_hz: int
+
+    @property
+    def seconds(self) -> float:
+        return len(self.samples) / self.rate_hz
+
+    def resampled(self) -> np.ndarray:
+        """The samples at SAMPLE_RATE_HZ."""
+        if self.rate_hz == SAMPLE_RATE_HZ:
+            return self.samples
+        from scipy.signal import resample_poly
+
+        ratio = Fraction(SAMPLE_RATE_HZ, self.rate_hz).limit_denominator(MAX_FILTER)
+        return resample_poly(self.samples, ratio.numerator, ratio.denominator).astype(np.float32)
+
+
+def clips_of(request: GenerateRequest, inputs: Mapping[str, Tensor], max_audio_s: float) -> list[Clip]:
+    """The audio parts in order; raises BadRequest, naming the field, for what cannot be heard."""
+    parts = [
+        (part, f"messages[{i}].content[{j}]")
+        for i, message in enumerate(request.messages)
+        for j, part in enumerate(message.parts)
+        if part.type == "audio"
+    ]
+    tensor = inputs.get("audio")
+    if not parts:
+        raise BadRequest("no message has a part of type 'audio'", "messages")
+    if tensor is None:
+        raise BadRequest("a part of type 'audio' needs the input tensor 'audio'", "audio")
+    samples = np.frombuffer(tensor.data, np.float32) if tensor.spec.nbytes else np.zeros(0, np.float32)
+    clips: list[Clip] = []
+    for part, where in parts:
+        if not LOWEST_RATE_HZ <= part.sample_rate <= HIGHEST_RATE_HZ:
+            known = f"from {LOWEST_RATE_HZ} to {HIGHEST_RATE_HZ} Hz"
+            raise BadRequest(f"the sample rate must be {known}, not {part.sample_rate}", f"{where}.sample_rate")
+        if not 0 < part.length <= len(samples) - part.offset:
+            raise BadRequest(f"the part is no slice of the {len(samples)} samples sent", where)
+        clips.append(Clip(samples[part.offset : part.offset + part.length], part.sample_rate))
+    seconds = sum(clip.seconds for clip in clips)
+    if seconds > max_audio_s:
+        raise BadRequest(f"{seconds:.1f} s of audio were sent; this deployment takes {max_audio_s:g} s", "audio")
+    for clip in clips:
+        _check_samples(clip.samples)
+    return clips
+
+
+def _check_samples(samples: np.ndarray) -> None:
+    loudest = float(np.abs(samples).max())  # NaN if any sample is
+    if not loudest <= LOUDEST:
+        raise BadRequest(f"samples must lie between -1 and 1; found {loudest}", "audio")
+
+
+def windows(samples: np.ndarray) -> list[np.ndarray]:
+    """Pieces of at most WINDOW_SAMPLES that together are `samples`."""
+    found: list[np.ndarray] = []
+    while len(samples) > WINDOW_SAMPLES:
+        end = _quietest(samples[:WINDOW_SAMPLES])
+        found.append(samples[:end])
+        samples = samples[end:]
+    return [*found, samples]
+
+
+def _quietest(window: np.ndarray) -> int:
+    """Where to cut a full window: the middle of its quietest tenth of a second near the end."""
+    tail = window[-CUT_WITHIN_SAMPLES:].reshape(-1, QUIET_SAMPLES)
+    power = np.square(tail, dtype=np.float64).sum(1)
+    place = len(power) - 1 - int(np.argmin(power[::-1]))  # the latest of equals: fewer windows
+    return len(window) - CUT_WITHIN_SAMPLES + place * QUIET_SAMPLES + QUIET_SAMPLES // 2
