@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +39,32 @@ class RunningProxy:
         return openai.OpenAI(
             base_url=f"{self.root}/v1", **{"api_key": "any", "max_retries": 0, "timeout": 30, **options}
         )
+
+
+@contextmanager
+def proxy_process(*options: str) -> Iterator[RunningProxy]:
+    """`python -m client.openai` with these options, as users start it; ended by a signal and waited for."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "client.openai", "--port", str(port), *options],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tempfile.gettempdir(),
+    )  # fmt: skip
+    assert child.stdout is not None
+    try:
+        said: list[str] = []
+        for line in child.stdout:  # ends when the child does
+            said.append(line)
+            if "running on" in line:
+                break
+        else:
+            raise AssertionError(f"the proxy did not start: {''.join(said)}")
+        threading.Thread(target=child.stdout.read, daemon=True).start()  # a full pipe would stop it
+        yield RunningProxy(port)
+    finally:
+        child.terminate()
+        assert child.wait(JOIN_S) in (0, -signal.SIGTERM), f"the proxy ended with {child.returncode}"
+        child.stdout.close()
 
 
 @contextmanager
