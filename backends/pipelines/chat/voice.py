@@ -48,7 +48,9 @@ class Voice:
             "ids": np.asarray([ids], np.int64),
             "speed": np.asarray([min(speed, FASTEST)], np.float32),
         }
-        harmonic, _phase, noise, free, _free_phase, pitch_hz = (out[0] for out in self._hibari.sess.run(None, given))
+        harmonic, _phase, noise, free, _free_phase, pitch_hz = (
+            np.asarray(out)[0] for out in self._hibari.sess.run(None, given)
+        )
         spectrum = np.concatenate([np.minimum(harmonic, LOG_MAGNITUDE_MAX), _fold(noise, free)]).T
         if speed <= FASTEST:
             return Frames(spectrum, pitch_hz)

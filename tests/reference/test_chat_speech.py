@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the talker and code2wav say is understood by the transcriber: the whole sound path on real weights."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("hibari", reason="the engine environment is needed (make setup)")
+pytest.importorskip("torch", reason="the engine environment is needed (make setup)")
+
+from backends.codec.engine import CodecEngine
+from backends.config.load import load_deploy
+from backends.config.paths import models_dir
+from backends.core.chunk import Tensor
+from backends.core.engine import Event, Output, Send
+from backends.core.generate import GenerateRequest, Message, Part
+from backends.core.pipeline import EngineContext
+from backends.pipelines.chat import pipeline
+from backends.pipelines.chat.code2wav import SAMPLE_RATE_HZ, code2wav_engine
+from backends.pipelines.chat.talker import TalkerEngine, talker_engine
+from backends.pipelines.chat.transcriber import TranscriberEngine, transcriber_engine
+from tests.kit import drive
+
+MODELS = ("hibari-rvq", "whisper-tiny-en")
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.skipif(
+        not all((models_dir() / name).is_dir() for name in MODELS), reason=f"no {MODELS} in {models_dir()} (make setup)"
+    ),
+]
+WORD_ERROR_RATE_MAX = 0.10
+SENTENCES = (
+    "The weather is nice and warm today.",
+    "Please open the window before you leave.",
+    "My sister lives in a small house near the river.",
+    "We had fresh bread and butter for breakfast.",
+    "The train to the city leaves in ten minutes.",
+    "He forgot his umbrella on the bus this morning.",
+    "Can you tell me the way to the station?",
+    "The children played in the garden until dinner.",
+    "I would like a cup of tea with milk.",
+    "The old man told us a long story.",
+    "Turn left at the corner and walk straight on.",
+    "The book on the table belongs to my teacher.",
+    "It rained all night, but the morning was clear.",
+    "Thank you very much for your kind letter.",
+    "The doctor asked him to rest for a week.",
+    "A yellow bird sat on the branch and sang.",
+    "She bought a new pair of shoes for the party.",
+    "They walked along the beach and watched the waves.",
+    "The answer to your question is very simple.",
+    "Dogs are friendly animals and like to run.",
+)
+
+
+def engine_context(stage: str) -> EngineContext:
+    deploy = load_deploy(Path(pipeline.__file__).with_name("deploy.yaml"), pipeline.PIPELINE).stages[stage]
+    return EngineContext("chat", stage, deploy.engine, "cpu", str(models_dir()))
+
+
+@pytest.fixture(scope="module")
+def talker() -> TalkerEngine:
+    return talker_engine(engine_context("talker"))
+
+
+@pytest.fixture(scope="module")
+def code2wav() -> CodecEngine:
+    return code2wav_engine(engine_context("code2wav"))
+
+
+@pytest.fixture(scope="module")
+def transcriber() -> TranscriberEngine:
+    return transcriber_engine(engine_context("transcriber"))
+
+
+def speak(talker: TalkerEngine, code2wav: CodecEngine, text: str) -> np.ndarray:
+    """The sound of a text, as operation `speech` makes it."""
+    run = drive.new_run(GenerateRequest(operation="speech", input=text))
+    chunks = [drive.codes_chunk(codes) for codes in drive.codes(drive.run_with(talker, run))]
+    return drive.audio(drive.run_with(code2wav, drive.new_run(upstream={"talker"}), [*chunks, drive.codes_chunk(None)]))
+
+
+def hear(transcriber: TranscriberEngine, sounds: list[np.ndarray], rate_hz: int = SAMPLE_RATE_HZ) -> list[str]:
+    """What is understood of each sound, all sent as the audio parts of one request."""
+    offsets = np.cumsum([0, *map(len, sounds)])
+    parts = tuple(
+        Part("audio", offset=int(offset), length=len(sound), sample_rate=rate_hz)
+        for offset, sound in zip(offsets, sounds, strict=False)
+    )
+    run = drive.new_run(
+        GenerateRequest(messages=(Message("user", parts),)),
+        inputs={"audio": Tensor.of("audio", np.concatenate(sounds))},
+    )
+    events = drive.run_with(transcriber, run)
+    drive.end(events)
+    sent = [event.meta for event in events if isinstance(event, Send)]
+    assert [meta["index"] for meta in sent] == list(range(len(sounds)))
+    return [meta["text"] for meta in sent]
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9']+", text.lower())
+
+
+def word_errors(said: list[str], heard: list[str]) -> int:
+    """Substitutions, insertions and deletions (Levenshtein's distance over words)."""
+    row = list(range(len(heard) + 1))
+    for i, word in enumerate(said, 1):
+        before, row[0] = row[0], i
+        for j, other in enumerate(heard, 1):
+            before, row[j] = row[j], min(before + (word != other), row[j] + 1, row[j - 1] + 1)
+    return row[-1]
+
+
+def test_spoken_sentences_are_understood(
+    talker: TalkerEngine, code2wav: CodecEngine, transcriber: TranscriberEngine
+) -> None:
+    clock = time.process_time
+    began_s = clock()
+    sounds = [speak(talker, code2wav, sentence) for sentence in SENTENCES]
+    spoke_s, began_s = clock() - began_s, clock()
+    heard = hear(transcriber, sounds)
+    heard_s = clock() - began_s
+    seconds = sum(map(len, sounds)) / SAMPLE_RATE_HZ
+    errors = [word_errors(words(said), words(got)) for said, got in zip(SENTENCES, heard, strict=True)]
+    rate = sum(errors) / sum(len(words(said)) for said in SENTENCES)
+    for said, got, wrong in zip(SENTENCES, heard, errors, strict=True):
+        if wrong:
+            print(f"said  {said}\nheard {got}")
+    print(f"word error rate {rate:.1%} over {len(SENTENCES)} sentences, {seconds:.0f} s of sound;")
+    print(f"CPU seconds per second of sound: speaking {spoke_s / seconds:.4f}, hearing {heard_s / seconds:.3f}")
+    assert rate <= WORD_ERROR_RATE_MAX
+
+
+def test_sound_of_a_streamed_text_is_the_sound_of_the_whole(talker: TalkerEngine, code2wav: CodecEngine) -> None:
+    """Byte for byte, with code2wav fed while the text is still coming."""
+    text = "Well, this is one. And here is another sentence, with 3.14 in it! Good bye"
+    run, sink = drive.new_run(upstream={"thinker"}), drive.new_run(upstream={"talker"})
+    talker.open(run)
+    code2wav.open(sink)
+    events: list[Event] = []
+    for place in range(len(text) + 1):
+        assert talker.feed(run, text[place : place + 1], last=place == len(text))
+        while talker.busy:
+            for codes in drive.codes(talker.step()):
+                assert code2wav.feed(sink, drive.codes_chunk(codes), last=False)
+        while code2wav.busy:
+            events += code2wav.step()
+        if place == 20:
+            assert any(isinstance(event, Output) for event in events), "the first clause makes no sound yet"
+    assert code2wav.feed(sink, drive.codes_chunk(None), last=True)
+    events += drive.step_until_idle(code2wav)[sink]
+    assert np.abs(drive.audio(events) - speak(talker, code2wav, text)).max() <= 1e-6
+
+
+def recording(name: str) -> tuple[np.ndarray, int]:
+    from scipy.io import wavfile
+
+    folder = Path(models_dir().parent, "packages", "pytest-audioeval", "pytest_audioeval", "samples", "audio", "en")
+    if not folder.is_dir():
+        pytest.skip(f"no recordings in {folder} (make setup)")
+    with warnings.catch_warnings(action="ignore", category=wavfile.WavFileWarning):  # chunks with notes in them
+        rate_hz, sound = wavfile.read(folder / f"{name}.wav")
+    assert sound.ndim == 1 and sound.dtype == np.float32
+    return sound, rate_hz
+
+
+def test_recordings_are_understood(transcriber: TranscriberEngine) -> None:
+    fox, rate_hz = recording("quick_brown_fox")
+    hello, same_hz = recording("hello_world")
+    assert rate_hz == same_hz
+    heard = hear(transcriber, [fox, hello], rate_hz)
+    assert words(heard[0]) == ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
+    assert "hello" in words(heard[1])
+
+
+def test_counting_is_understood(transcriber: TranscriberEngine) -> None:
+    (heard,) = hear(transcriber, [recording("counting")[0]], recording("counting")[1])
+    assert re.sub(r"\D", "", heard) == "12345678910", heard  # Whisper writes digits

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The talker with hibari's own network: a chunk per clause, the same codes however the text came, turns, ends."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+pytest.importorskip("hibari", reason="the engine environment is needed")
+
+from backends.core.engine import Event, Finished, Run, Send
+from backends.core.generate import GenerateRequest
+from backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
+from backends.pipelines.chat.talker import QUEUE_CLAUSES, TalkerEngine
+from backends.pipelines.chat.voice import BINS, Voice
+from tests.kit import drive
+
+TEXT = "Hello there. Dr. Smith has 3.14 apples, and you? 🎉 No stop at the end"
+
+
+@pytest.fixture(scope="module")
+def voice() -> Voice:
+    return Voice()
+
+
+@pytest.fixture
+def talker(voice: Voice) -> TalkerEngine:
+    rng = np.random.default_rng(3)
+    basis = np.linalg.qr(rng.standard_normal((2 * BINS, COMPONENTS)))[0].T.astype(np.float32)
+    books = rng.standard_normal((BOOKS, ENTRIES, COMPONENTS), np.float32) * np.float32(10)
+    pitch_hz = np.concatenate([[0], np.geomspace(80, 400, PITCH_BINS - 1)]).astype(np.float32)
+    return TalkerEngine("talker", voice, Codebooks(np.full(2 * BINS, -4, np.float32), basis, books, pitch_hz))
+
+
+def fed_run() -> Run:
+    return drive.new_run(upstream={"thinker"})
+
+
+def speech_run(text: str, speed: float = 1.0) -> Run:
+    return drive.new_run(GenerateRequest(operation="speech", input=text, speed=speed))
+
+
+def spoken(talker: TalkerEngine, pieces: list[str]) -> list[np.ndarray]:
+    return drive.codes(drive.run_with(talker, fed_run(), pieces))
+
+
+def test_a_chunk_per_clause_and_one_end(talker: TalkerEngine) -> None:
+    events = drive.run_with(talker, speech_run(TEXT))
+    chunks = drive.codes(events)
+    assert len(chunks) == 3
+    assert all(codes.dtype == np.int16 and codes.shape[1] == CODES and len(codes) > 40 for codes in chunks)
+    end = drive.end(events)
+    assert isinstance(end, Finished) and end.usage["audio_frames"] == sum(map(len, chunks))
+
+
+@pytest.mark.parametrize("longest_delta", [1, 4, 20])
+def test_streamed_text_gives_the_same_bytes(talker: TalkerEngine, longest_delta: int) -> None:
+    whole = np.concatenate(drive.codes(drive.run_with(talker, speech_run(TEXT))))
+    rng, rest, pieces = random.Random(longest_delta), TEXT, []
+    while rest:
+        size = rng.randint(1, longest_delta)
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    assert np.concatenate(spoken(talker, [*pieces, ""])).tobytes() == whole.tobytes()
+
+
+def test_first_clause_leaves_while_the_text_goes_on(talker: TalkerEngine) -> None:
+    run = fed_run()
+    talker.open(run)
+    assert talker.feed(run, "Hello there. How", last=False)
+    (event,) = talker.step()
+    assert isinstance(event, Send) and not talker.busy
+    assert talker.feed(run, " are you", last=True)
+    assert isinstance(talker.step()[-1], Finished)
+
+
+@pytest.mark.parametrize("text", ["", " \n", "🎉🎉", "**", "---", "你好"])
+def test_nothing_to_say_is_silence_and_a_proper_end(talker: TalkerEngine, text: str) -> None:
+    events = drive.run_with(talker, fed_run(), [text, ""])
+    assert not drive.codes(events)
+    assert isinstance(drive.end(events), Finished)
+
+
+def test_runs_take_turns(talker: TalkerEngine) -> None:
+    runs = [speech_run("One is here. Two is there. Three is gone.") for _ in range(3)]
+    for run in runs:
+        talker.open(run)
+    order: list[Run] = []
+    while talker.busy:
+        order += [event.run for event in talker.step() if isinstance(event, Send)]
+    assert order == runs * 3
+
+
+def test_blocked_run_waits_and_others_go_on(talker: TalkerEngine) -> None:
+    slow, other = speech_run("One is here. Two is there."), speech_run("Three is gone.")
+    for run in (slow, other):
+        talker.open(run)
+    slow.blocked = True
+    events = drive.step_until_idle(talker)
+    assert slow not in events and isinstance(drive.end(events[other]), Finished)
+    slow.blocked = False
+    assert len(drive.codes(drive.step_until_idle(talker)[slow])) == 2
+
+
+def test_too_many_clauses_wait_outside(talker: TalkerEngine) -> None:
+    run = fed_run()
+    talker.open(run)
+    assert talker.feed(run, "Yes, it is so. " * QUEUE_CLAUSES + " And", last=False)
+    assert not talker.feed(run, " more.", last=True)
+    talker.step()
+    assert talker.feed(run, " more.", last=True)
+
+
+def test_stopped_run_is_silent(talker: TalkerEngine) -> None:
+    run = speech_run(TEXT)
+    talker.open(run)
+    talker.step()
+    talker.stop(run)
+    assert not talker.busy and not talker.step()
+
+
+@pytest.mark.parametrize(("speed", "factor"), [(0.25, 4.0), (0.5, 2.0), (2.0, 0.5), (4.0, 0.25)])
+def test_speed_scales_the_length(talker: TalkerEngine, speed: float, factor: float) -> None:
+    def length(at: float) -> int:
+        events: list[Event] = drive.run_with(talker, speech_run("The quick brown fox jumps over the lazy dog.", at))
+        return sum(map(len, drive.codes(events)))
+
+    assert length(speed) == pytest.approx(length(1.0) * factor, rel=0.12)
