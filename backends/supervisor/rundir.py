@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,19 @@ class RunDir:
         """What the environment of every process of this run holds."""
         return f"{RUN_DIR_VARIABLE}={self.path}"
 
-    def remove(self) -> list[int]:
-        """End the run's processes that are still there, remove its regions and the folder. Returns killed pids."""
-        killed = processes.end_all(processes.marked(self.mark), processes.LEFTOVER_PATIENCE_S)
+    def processes(self) -> list[int]:
+        """Pids of the run's living processes."""
+        return processes.marked(self.mark)
+
+    def remove(self, known: Iterable[int] = ()) -> list[int]:
+        """End the run's processes that are still there, remove its regions and the folder. Returns killed pids.
+
+        `known` are pids that the run had before.
+        """
+        left = self.processes()
+        killed = processes.end_all(left, processes.LEFTOVER_PATIENCE_S)
         self.remove_regions()
+        remove_openmp_names({*left, *known})
         shutil.rmtree(self.path, ignore_errors=True)
         return killed
 
@@ -60,6 +69,13 @@ class RunDir:
         for path in removed:
             path.unlink(missing_ok=True)
         return [path.name for path in removed]
+
+
+def remove_openmp_names(pids: Iterable[int]) -> None:
+    """Unlink what Intel's OpenMP (in the engines) leaves in /dev/shm when its process is killed."""
+    for pid in pids:
+        if processes.start_time(pid) is None:
+            (SHM / f"__KMP_REGISTERED_LIB_{pid}_{os.getuid()}").unlink(missing_ok=True)
 
 
 def make() -> RunDir:

@@ -79,6 +79,7 @@ class Supervisor:
         self._server: subprocess.Popen[bytes] | None = None
         self._proxy: subprocess.Popen[bytes] | None = None
         self._ready_s = 0.0
+        self._pids: set[int] = set()  # all that this run ever had, as far as we saw
         self._proxy_not_before_s = 0.0
         self._reloads: dict[str, Future[str]] = {}
         self._pool = ThreadPoolExecutor(2, "reload")
@@ -161,6 +162,7 @@ class Supervisor:
         launch = self.plan.launch
         alive = self._server is not None and self._server.poll() is None
         records = read_records(launch.run_dir.path) if alive else []
+        self._pids.update(record.worker_pid for record in records if record.worker_pid)
         reloaded = {model: future.result() for model, future in self._reloads.items() if future.done()}
         self._reloads = {model: f for model, f in self._reloads.items() if model not in reloaded}
         return Observation(
@@ -207,9 +209,9 @@ class Supervisor:
         while not self.stopping.event.wait(0.25):
             if self._server.poll() is not None:
                 raise self._no_start("tritonserver ended while loading the models")
-            self._show_models(shown, start)
+            self._show_instances(shown, start)
             if launch.api().is_ready(PROBE_TIMEOUT_S):
-                self._show_models(shown, start)
+                self._show_instances(shown, start)
                 self._ready_s = time.monotonic() - start
                 self._say(f"tritonserver is ready after {self._ready_s:.1f} s (pid {self._server.pid})")
                 return True
@@ -221,11 +223,13 @@ class Supervisor:
         log = self.plan.server_log
         return Problem(f"{what}; it says:\n{log_errors(log)}", f"the whole log is {log}")
 
-    def _show_models(self, shown: dict[str, str], start: float) -> None:
-        for model, (state, reason) in sorted(self.plan.launch.api().models(PROBE_TIMEOUT_S).items()):
-            if state and shown.get(model) != state:
-                shown[model] = state
-                self._say(f"  {time.monotonic() - start:6.1f} s  {model}: {state.lower()} {reason}".rstrip())
+    def _show_instances(self, shown: dict[str, str], start: float) -> None:
+        """Say what the stubs say of themselves: tritonserver answers nothing before all models are loaded."""
+        for record in read_records(self.plan.launch.run_dir.path):
+            name = f"{record.model}#{record.instance}"
+            if shown.get(name) != record.state:
+                shown[name] = record.state
+                self._say(f"  {time.monotonic() - start:6.1f} s  {name}: {record.state}")
 
     def _start_proxy(self) -> None:
         if not self.plan.proxy:
@@ -264,12 +268,13 @@ class Supervisor:
     def _end_server(self, patience_s: float) -> None:
         """End the server and all that it left: processes that carry the run's mark, regions of its prefix."""
         run_dir = self.plan.launch.run_dir
+        self._pids.update(run_dir.processes())
         if self._server is not None:
             processes.stop(self._server, patience_s)
             self._server = None
 
         def left_behind() -> list[int]:
-            return [pid for pid in processes.marked(run_dir.mark) if self._proxy is None or pid != self._proxy.pid]
+            return [pid for pid in run_dir.processes() if self._proxy is None or pid != self._proxy.pid]
 
         if patience_s:  # workers go by themselves when their stub has gone
             processes.wait_until(lambda: not left_behind(), processes.LEFTOVER_PATIENCE_S)
@@ -287,7 +292,7 @@ class Supervisor:
         self._end_server(patience_s)
         for pool in (self._pool, self._probes):
             pool.shutdown(wait=False, cancel_futures=True)
-        self.plan.launch.run_dir.remove()
+        self.plan.launch.run_dir.remove(self._pids)
 
 
 def look_at(record: InstanceRecord) -> Seen:

@@ -144,9 +144,10 @@ def _bare(
             ports.http, ports.grpc, ports.metrics, 0, "", run_dir.path, run_dir.shm_prefix, child.pid, 0, log
         )
     finally:
+        known = run_dir.processes()
         processes.stop(child, STOP_TIMEOUT_S)
         _kept(log, home)
-        run_dir.remove()
+        run_dir.remove(known)
 
 
 def _supervised(

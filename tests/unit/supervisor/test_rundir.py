@@ -72,6 +72,15 @@ def test_processes_of_a_dead_owner_are_ended() -> None:
         assert child.wait(10) != 0
 
 
+def test_openmp_names_of_killed_processes_are_removed() -> None:
+    dead, uid = make_dead(), os.getuid()
+    names = [f"__KMP_REGISTERED_LIB_{pid}_{uid}" for pid in (dead.owner_pid, os.getpid(), dead.owner_pid + 1)]
+    for name in names:
+        (rundir.SHM / name).touch()
+    dead.remove(known=[dead.owner_pid, os.getpid()])
+    assert sorted(p.name for p in rundir.SHM.iterdir()) == sorted(names[1:])
+
+
 def test_a_folder_that_others_may_enter_is_not_touched(tmp_path: Path) -> None:
     dead = make_dead()
     dead.path.chmod(0o755)
