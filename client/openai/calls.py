@@ -127,6 +127,8 @@ class Call:
 
     def param_of(self, where: str) -> str | None:
         """The OpenAI parameter that a field of our request came from."""
+        if where == "operation":  # this pipeline does not do what the URL asks for
+            return "model"
         return self.params.get(where, where.removeprefix("sampling.") or None)
 
 

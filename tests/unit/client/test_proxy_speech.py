@@ -102,6 +102,13 @@ def test_bad_input_names_the_parameter(sdk: openai.OpenAI, more: dict[str, Any],
     assert (caught.value.param, caught.value.code) == (param, code)
 
 
+def test_a_pipeline_that_does_not_speak(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    backend.refusal = "[bad_request:operation] unknown operation 'speech'; this pipeline has: image"
+    with pytest.raises(openai.BadRequestError) as caught:
+        speak(sdk)
+    assert caught.value.param == "model"
+
+
 def test_failure_before_sound_has_its_status(sdk: openai.OpenAI, backend: FakeBackend) -> None:
     backend.fail_after = 0
     with pytest.raises(openai.InternalServerError, match="out of luck"):
