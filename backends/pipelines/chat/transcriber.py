@@ -17,8 +17,8 @@ from backends.pipelines.chat.options import TranscriberOptions, model_folder, re
 from backends.pipelines.chat.sound import SAMPLE_RATE_HZ, WINDOW_SAMPLES, Clip, clips_of, windows
 
 MAX_TOKENS = 224  # of a window; Whisper's own bound, half of its decoder's positions
-NO_SPEECH = 0.6  # Whisper's own bounds: surely no speech, and words that are hardly believed
-LOW_LOG_PROBABILITY = -1.0
+NO_SPEECH, LOW_LOG_PROBABILITY = 0.6, -1.0  # Whisper's own bounds: likely no speech, and words hardly believed
+SURELY_NO_SPEECH = 0.8  # silence has 0.95 and yet a firm "you"; speech, faint or late in a window, stays below 0.4
 
 
 class Ear(Protocol):
@@ -56,7 +56,8 @@ class WhisperEar:
             given = self._features(samples, sampling_rate=SAMPLE_RATE_HZ, return_tensors="pt")
             heard = self._model.model.encoder(given.input_features.to(self._device, torch.float32))
             tokens, log_probability, no_speech = self._decode(heard)
-        if no_speech > NO_SPEECH and log_probability / (len(tokens) + 1) < LOW_LOG_PROBABILITY:
+        hardly_believed = log_probability / (len(tokens) + 1) < LOW_LOG_PROBABILITY
+        if no_speech > SURELY_NO_SPEECH or (no_speech > NO_SPEECH and hardly_believed):
             return ""
         return self._tokenizer.decode(tokens, skip_special_tokens=True).strip()
 

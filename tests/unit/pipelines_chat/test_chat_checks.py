@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline `chat`: what is refused before a stage works, which stages a request opens, what crosses its edges."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from backends.core.chunk import Chunk
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest, Message, Part
+from backends.pipelines.chat.adapters import text_of, transcript_of
+from backends.pipelines.chat.pipeline import PIPELINE
+
+HELLO = (Message("user", "Hello"),)
+AUDIO = Part("audio", length=1, sample_rate=16_000)
+
+
+def asking(**fields) -> GenerateRequest:
+    return GenerateRequest(**({"messages": HELLO} | fields))
+
+
+def speaking(text: str, **fields) -> GenerateRequest:
+    return GenerateRequest(operation="speech", input=text, **fields)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        asking(),
+        asking(voice="heart", language="en"),
+        asking(language="EN-US", modalities=("text", "audio")),
+        asking(messages=(Message("system", "Be brief."), Message("user", (Part("text", "What is this?"), AUDIO)))),
+        asking(stages={"thinker": {"temperature": 0.5}, "code2wav": {"chunk_frames": 50}, "talker": {}}),
+        speaking("Hello."),
+        speaking("x" * 4096),
+    ],
+)
+def test_what_the_pipeline_can_do_passes(request_: GenerateRequest) -> None:
+    PIPELINE.check(request_)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "says"),
+    [
+        (asking(voice="alloy"), "voice", "heart"),
+        (asking(voice=""), "voice", "heart"),
+        (asking(language="de"), "language", "en"),
+        (asking(messages=()), "messages", "message"),
+        (asking(messages=(Message("system", "Be brief."),)), "messages", "user"),
+        (asking(messages=(Message("user", (Part("image", shape=(1, 1, 3)),)),)), "messages[0]", "text and audio"),
+        (asking(messages=(Message("user", (Part("video", shape=(1, 1, 3)),)),)), "messages[0]", "text and audio"),
+        (asking(messages=(*HELLO, Message("assistant", (AUDIO,)))), "messages[1]", "user"),
+        (asking(input="Hello"), "input", "messages"),
+        (asking(tools=({"type": "function"},)), "tools", "tools"),
+        (asking(stages={"thinkr": {}}), "stages.thinkr", "thinker"),
+        (asking(stages={"thinker": {"temprature": 1}}), "stages.thinker.temprature", "temprature"),
+        (asking(stages={"thinker": {"temperature": 3}}), "stages.thinker.temperature", "2"),
+        (asking(stages={"talker": {"pitch": 1}}), "stages.talker.pitch", "pitch"),
+        (asking(stages={"transcriber": {"beams": 5}}), "stages.transcriber.beams", "beams"),
+        (asking(stages={"code2wav": {"chunk_frames": 0}}), "stages.code2wav.chunk_frames", "1"),
+        (speaking(""), "input", "nothing"),
+        (speaking(" \n"), "input", "nothing"),
+        (speaking("x" * 4097), "input", "4096"),
+        (speaking("Hello.", messages=HELLO), "messages", "input"),
+        (speaking("Hello.", voice="nova"), "voice", "heart"),
+    ],
+)
+def test_anything_else_is_refused_by_field(request_: GenerateRequest, field: str, says: str) -> None:
+    with pytest.raises(BadRequest, match=says) as refused:
+        PIPELINE.check(request_)
+    assert refused.value.where == field
+
+
+def test_only_the_stages_a_request_needs_are_opened() -> None:
+    spoken = asking(messages=(Message("user", (AUDIO,)),))
+    assert PIPELINE.needed(asking()) == {"thinker"}
+    assert PIPELINE.needed(spoken) == {"transcriber", "thinker"}
+    assert PIPELINE.needed(asking(modalities=("text", "audio"))) == {"thinker", "talker", "code2wav"}
+    assert PIPELINE.needed(asking(modalities=("audio",))) == {"thinker", "talker", "code2wav"}
+    assert PIPELINE.needed(speaking("Hello.")) == {"talker", "code2wav"}
+    with pytest.raises(BadRequest, match="modality 'text'"):
+        PIPELINE.needed(speaking("Hello.", modalities=("text",)))
+
+
+def test_empty_chunks_and_empty_texts_are_told_apart() -> None:
+    empty = Chunk(b"r", "thinker", last=True)
+    assert text_of(empty) == "" and transcript_of(empty) == {}
+    assert text_of(Chunk(b"r", "thinker", meta={"text": " Hi"})) == " Hi"
+    assert transcript_of(Chunk(b"r", "transcriber", meta={"index": 0, "text": ""})) == {"index": 0, "text": ""}
+    with pytest.raises(TypeError):
+        text_of(Chunk(b"r", "thinker", meta={"text": None}))
+
+
+def test_the_graph_is_light_enough_for_the_triton_stub() -> None:
+    heavy = {"torch", "scipy", "onnxruntime", "transformers", "vllm", "safetensors", "hibari", "yaml"}
+    code = "import sys, backends.pipelines.chat.pipeline; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(done.stdout.split())
+    assert "backends.pipelines.chat.thinker" in loaded
+    assert not heavy & loaded

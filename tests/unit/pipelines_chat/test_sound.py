@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Audio parts of a request: slices, limits, sample rates, windows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from backends.core.chunk import Tensor
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest, Message, Part
+from backends.pipelines.chat.sound import (
+    CUT_WITHIN_SAMPLES,
+    SAMPLE_RATE_HZ,
+    WINDOW_SAMPLES,
+    Clip,
+    clips_of,
+    windows,
+)
+
+
+def audio(samples) -> dict[str, Tensor]:
+    return {"audio": Tensor.of("audio", np.asarray(samples, np.float32))}
+
+
+def asking(*parts: Part) -> GenerateRequest:
+    return GenerateRequest(messages=(Message("user", parts),))
+
+
+def part(offset: int, length: int, rate: int = SAMPLE_RATE_HZ) -> Part:
+    return Part("audio", offset=offset, length=length, sample_rate=rate)
+
+
+def test_parts_are_slices_in_the_order_of_the_messages() -> None:
+    request = GenerateRequest(
+        messages=(
+            Message("user", (part(6, 2), Part("text", "hm"), part(0, 3, 8000))),
+            Message("assistant", "yes"),
+            Message("user", (part(3, 3),)),
+        )
+    )
+    clips = clips_of(request, audio([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]), 10.0)
+    assert [clip.rate_hz for clip in clips] == [16000, 8000, 16000]
+    np.testing.assert_array_equal(np.concatenate([c.samples for c in clips]), np.float32([6, 7, 0, 1, 2, 3, 4, 5]) / 10)
+
+
+def test_samples_may_lie_in_any_buffer() -> None:
+    samples = np.linspace(-1, 1, 9, dtype=np.float32)
+    tensor = Tensor(Tensor.of("audio", samples).spec, memoryview(samples.tobytes()))
+    (clip,) = clips_of(asking(part(2, 5)), {"audio": tensor}, 1.0)
+    np.testing.assert_array_equal(clip.samples, samples[2:7])
+
+
+@pytest.mark.parametrize(
+    ("parts", "samples", "field"),
+    [
+        ((part(0, 0),), [0.1] * 4, "messages[0].content[0]"),
+        ((part(0, 5),), [0.1] * 4, "messages[0].content[0]"),
+        ((part(4, 1),), [0.1] * 4, "messages[0].content[0]"),
+        ((part(0, 1),), [], "messages[0].content[0]"),
+        ((part(0, 4), part(0, 4, 3999)), [0.1] * 4, "messages[0].content[1].sample_rate"),
+        ((part(0, 4, 384_000),), [0.1] * 4, "messages[0].content[0].sample_rate"),
+        ((part(0, 4),), [0.1, np.nan, 0.1, 0.1], "audio"),
+        ((part(0, 4),), [0.1, np.inf, 0.1, 0.1], "audio"),
+        ((part(0, 4),), [0.1, -20_000.0, 0.1, 0.1], "audio"),
+        ((part(0, 16_000), part(0, 16_001)), np.zeros(20_000), "audio"),
+        ((), [0.1], "messages"),
+    ],
+)
+def test_what_cannot_be_heard_is_refused_by_field(parts, samples, field: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        clips_of(asking(*parts), audio(samples), 2.0)
+    assert refused.value.where == field
+
+
+def test_a_bad_sample_outside_the_parts_hurts_nobody() -> None:
+    assert len(clips_of(asking(part(0, 2)), audio([0.1, 0.2, np.nan]), 1.0)) == 1
+
+
+def test_missing_tensor_is_refused() -> None:
+    with pytest.raises(BadRequest, match="input tensor"):
+        clips_of(asking(part(0, 1)), {}, 1.0)
+
+
+@pytest.mark.parametrize("rate_hz", [4000, 8000, 11_025, 16_000, 22_050, 24_000, 44_100, 48_000, 47_999, 192_000])
+def test_a_tone_keeps_pitch_level_and_length_at_every_rate(rate_hz: int) -> None:
+    hz, seconds = 440, 2
+    tone = 0.5 * np.sin(2 * np.pi * hz * np.arange(seconds * rate_hz) / rate_hz).astype(np.float32)
+    sound = Clip(tone, rate_hz).resampled()
+    assert sound.dtype == np.float32
+    assert abs(len(sound) - seconds * SAMPLE_RATE_HZ) <= 4
+    spectrum = np.abs(np.fft.rfft(sound * np.hanning(len(sound))))
+    assert abs(np.argmax(spectrum) * SAMPLE_RATE_HZ / len(sound) - hz) <= 1
+    assert np.sqrt(np.mean(sound[1600:-1600] ** 2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.02)
+
+
+@pytest.mark.parametrize("samples", [1, WINDOW_SAMPLES - 1, WINDOW_SAMPLES])
+def test_short_sound_is_one_window(samples: int) -> None:
+    assert [len(w) for w in windows(np.zeros(samples, np.float32))] == [samples]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_windows_lose_nothing_and_end_near_their_full_length(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sound = rng.standard_normal(int(rng.integers(WINDOW_SAMPLES + 1, 4 * WINDOW_SAMPLES))).astype(np.float32)
+    found = windows(sound)
+    np.testing.assert_array_equal(np.concatenate(found), sound)
+    assert all(WINDOW_SAMPLES - CUT_WITHIN_SAMPLES <= len(w) <= WINDOW_SAMPLES for w in found[:-1])
+    assert 0 < len(found[-1]) <= WINDOW_SAMPLES
+
+
+def test_a_window_ends_in_the_pause() -> None:
+    sound = np.random.default_rng(1).standard_normal(40 * SAMPLE_RATE_HZ).astype(np.float32)
+    pause = slice(int(27.2 * SAMPLE_RATE_HZ), int(27.6 * SAMPLE_RATE_HZ))
+    sound[pause] = 0
+    assert pause.start < len(windows(sound)[0]) < pause.stop

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transcriber: its engine over an ear that measures, and Whisper itself where its weights are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from backends.config.paths import models_dir
+from backends.core.chunk import Tensor
+from backends.core.engine import Finished, Progress, Run, Send
+from backends.core.errors import BadRequest
+from backends.core.generate import GenerateRequest, Message, Part
+from backends.pipelines.chat.sound import SAMPLE_RATE_HZ, WINDOW_SAMPLES
+from backends.pipelines.chat.transcriber import TranscriberEngine, WhisperEar
+from tests.kit import drive
+
+
+class LevelEar:
+    """Says how loud a window is, in hundredths; nothing for silence."""
+
+    def hear(self, samples: np.ndarray) -> str:
+        assert len(samples) <= WINDOW_SAMPLES
+        level = round(100 * float(np.abs(samples).max()))
+        return str(level) if level else ""
+
+
+def engine() -> TranscriberEngine:
+    return TranscriberEngine("transcriber", LevelEar(), max_audio_s=120.0)
+
+
+def asking(*clips: tuple[float, float]) -> Run:
+    """A request with one audio part per (level, seconds)."""
+    sounds = [np.full(int(seconds * SAMPLE_RATE_HZ), level, np.float32) for level, seconds in clips]
+    ends = np.cumsum([len(sound) for sound in sounds])
+    parts = tuple(
+        Part("audio", offset=int(end) - len(sound), length=len(sound), sample_rate=SAMPLE_RATE_HZ)
+        for end, sound in zip(ends, sounds, strict=True)
+    )
+    request = GenerateRequest(messages=(Message("user", parts),))
+    return drive.new_run(request, inputs={"audio": Tensor.of("audio", np.concatenate(sounds))})
+
+
+def test_every_part_has_its_transcript_in_order() -> None:
+    run = asking((0.1, 1), (0.2, 2), (0.3, 0.5))
+    events = drive.run_with(engine(), run)
+    sent = [event.meta for event in events if isinstance(event, Send)]
+    assert sent == [{"index": 0, "text": "10"}, {"index": 1, "text": "20"}, {"index": 2, "text": "30"}]
+    end = drive.end(events)
+    assert isinstance(end, Finished) and end.usage == {"audio_input_s": 3.5}
+
+
+def test_a_long_part_is_one_transcript_and_shows_progress() -> None:
+    run = asking((0.4, 70))
+    events = drive.run_with(engine(), run)
+    assert [e.meta for e in events if isinstance(e, Send)] == [{"index": 0, "text": "40 40 40"}]
+    heard = [e.meta["heard_s"] for e in events if isinstance(e, Progress)]
+    assert len(heard) == 3 and heard == sorted(heard) and heard[-1] == 70.0
+
+
+def test_silence_is_an_empty_transcript() -> None:
+    events = drive.run_with(engine(), asking((0.0, 40)))
+    assert [e.meta for e in events if isinstance(e, Send)] == [{"index": 0, "text": ""}]
+
+
+def test_a_long_recording_does_not_hold_up_a_short_one() -> None:
+    hearing, long, short = engine(), asking((0.5, 100)), asking((0.2, 1))
+    hearing.open(long)
+    hearing.open(short)
+    order = [event.run for _ in range(2) for event in hearing.step() if isinstance(event, Progress)]
+    assert order == [long, short]
+    assert short not in hearing._runs
+    assert len(drive.step_until_idle(hearing)[long]) == 3 + 2  # three windows more, the transcript, the end
+
+
+def test_a_blocked_run_waits_and_a_stopped_one_is_gone() -> None:
+    hearing, run = engine(), asking((0.5, 1))
+    hearing.open(run)
+    run.blocked = True
+    assert not hearing.busy and list(hearing.step()) == []
+    run.blocked = False
+    assert hearing.busy
+    hearing.stop(run)
+    hearing.stop(run)
+    assert not hearing.busy and list(hearing.step()) == []
+
+
+def test_a_refused_run_leaves_nothing_behind() -> None:
+    hearing = engine()
+    with pytest.raises(BadRequest) as refused:
+        hearing.open(asking((0.5, 121)))
+    assert refused.value.where == "audio" and not hearing.busy
+
+
+@pytest.fixture(scope="module")
+def whisper() -> WhisperEar:
+    pytest.importorskip("torch")
+    folder = models_dir() / "whisper-tiny-en"
+    if not folder.is_dir():
+        pytest.skip(f"no Whisper in {folder}; make setup builds it")
+    return WhisperEar(folder, "cpu", threads=1)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("seconds", [0.001, 5, 30])
+def test_whisper_hears_nothing_in_silence_noise_and_a_tone(whisper: WhisperEar, seconds: float) -> None:
+    count = max(1, int(seconds * SAMPLE_RATE_HZ))
+    rng = np.random.default_rng(0)
+    tone = 0.1 * np.sin(2 * np.pi * 440 * np.arange(count) / SAMPLE_RATE_HZ)
+    for sound in (np.zeros(count), 0.01 * rng.standard_normal(count), tone):
+        assert whisper.hear(sound.astype(np.float32)) == ""
+
+
+@pytest.mark.models
+def test_whisper_is_deterministic(whisper: WhisperEar) -> None:
+    sound = np.random.default_rng(3).standard_normal(SAMPLE_RATE_HZ).cumsum().astype(np.float32)
+    sound /= np.abs(sound).max()
+    assert whisper.hear(sound) == whisper.hear(sound)
