@@ -36,6 +36,9 @@ class CodecOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued_frames: Annotated[int, msgspec.Meta(ge=1)] = 1600
 
 
+CHUNKS = ("first_chunk_frames", "chunk_frames")
+
+
 class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a request may say for itself (`stages.<stage>`); None is the deployment's value."""
 
@@ -78,9 +81,19 @@ class CodecEngine:
         self.decoder = decoder
         self.options = options
         self._runs: list[Run] = []
+        # a larger chunk would never be complete: its run takes no more when so much waits
+        self._largest = options.max_queued_frames - decoder.right
+        if max(options.first_chunk_frames, options.chunk_frames) > self._largest:
+            least = max(options.first_chunk_frames, options.chunk_frames) + decoder.right
+            raise ValueError(f"max_queued_frames must be at least {least} for these chunks")
 
     def open(self, run: Run) -> None:
         own = run_options(run.options(self.stage), self.stage)
+        for key in CHUNKS:
+            frames = getattr(own, key)
+            if frames is not None and frames > self._largest:
+                message = f"a chunk may have {self._largest} frames here, not {frames}"
+                raise BadRequest(message, f"stages.{self.stage}.{key}")
         run.state = Decoding(
             chunk_frames=own.chunk_frames or self.options.chunk_frames,
             next_frames=own.first_chunk_frames or self.options.first_chunk_frames,

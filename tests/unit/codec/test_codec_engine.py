@@ -113,6 +113,20 @@ def test_unknown_and_impossible_options_are_refused(options: dict[str, Any], whe
     assert error.value.where == where and not codec.busy
 
 
+@pytest.mark.parametrize("key", ["first_chunk_frames", "chunk_frames"])
+def test_a_chunk_that_the_queue_cannot_hold_is_refused(key: str) -> None:
+    """It would never be complete: the queue says "not now" before."""
+    codes = [drive.codes_chunk(frames(1)) for _ in range(60)]
+    codec = engine(max_queued_frames=50)
+    with pytest.raises(BadRequest) as error:
+        codec.open(fed_run(code2wav={key: 51 - RIGHT}))
+    assert error.value.where == f"stages.code2wav.{key}" and not codec.busy
+    events = drive.run_with(codec, fed_run(code2wav={key: 50 - RIGHT}), [*codes, drive.codes_chunk(None)])
+    assert drive.end(events).usage == {"audio_samples": 60 * HOP}
+    with pytest.raises(ValueError, match="max_queued_frames"):
+        engine(max_queued_frames=24 + RIGHT)
+
+
 def test_runs_of_different_lengths_share_steps_and_sound_as_alone() -> None:
     codec = engine()
     all_codes = [frames(count, seed=count) for count in (5, 30, 61, 100)]
