@@ -36,16 +36,23 @@ def _code2wav(context: EngineContext) -> Engine:
     return make_code2wav(context)
 
 
+MEDIA = (
+    TensorSpec("audio", "float32", (-1,)),
+    TensorSpec("image", "uint8", (-1,)),
+    TensorSpec("video", "uint8", (-1,)),
+)
+CODES = TensorSpec("codes", "int16", (-1, -1))
+
 PIPELINE = Pipeline(
     name="qwen3_omni",
     stages=(
-        Stage("thinker", _thinker, _environment),
-        Stage("talker", _talker, _environment, outputs=(TensorSpec("codes", "int16", (-1, -1)),)),
+        Stage("thinker", _thinker, _environment, inputs=MEDIA),
+        Stage("talker", _talker, _environment, outputs=(CODES,)),
         Stage(
             "code2wav",
             _code2wav,
             _environment,
-            inputs=(TensorSpec("codes", "int16", (-1, -1)),),
+            inputs=(CODES,),
             outputs=(TensorSpec("audio", "float32", (-1,)),),
         ),
     ),
