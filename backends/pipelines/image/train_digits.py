@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the `digits` checkpoint: a QwenImagePipeline that draws handwritten digits in colours.
 
-    python -m backends.pipelines.image.train_digits train WORK OUT     about 35 CPU minutes, one thread
+    python -m backends.pipelines.image.train_digits train WORK OUT     about 40 CPU minutes, one thread
     python -m backends.pipelines.image.train_digits check OUT          200 pictures per size, read back
 
 Data: scikit-learn's 8 x 8 digits (UCI optical recognition of handwritten digits, CC BY 4.0). 1000 of them teach the
@@ -145,7 +145,9 @@ def finished_vae(work: Path, digits: torch.Tensor) -> Any:
         mean, spread = latents.mean((0, 2, 3)).tolist(), latents.std((0, 2, 3)).tolist()
         stock.register_to_config(latents_mean=[round(v, 4) for v in mean], latents_std=[round(v, 4) for v in spread])
         stock.save_pretrained(path)
-    return AutoencoderKLQwenImage.from_pretrained(path).eval()
+    vae: Any = AutoencoderKLQwenImage.from_pretrained(path).eval()
+    vae.register_to_config(_name_or_path="digits/vae")  # not the folder it happened to be trained in
+    return vae
 
 
 def copy_frame_weights(reduced: AutoencoderKLQwenImage, stock: AutoencoderKLQwenImage) -> None:
