@@ -29,18 +29,28 @@ class Clauses:
     def __init__(self) -> None:
         self._text = ""
         self._first = True
+        self._starts_line = True
+        """A number or dash in front of the open clause is a list's mark only at the beginning of a line."""
 
     def feed(self, text: str, last: bool) -> list[str]:
         """Clauses complete now, cleaned for speech; with `last` the rest comes too. Silent ones are left out."""
-        self._text = (self._text + text).lstrip()
+        self._text += text
+        self._skip_space()
         found: list[str] = []
         while (end := self._cut(last)) is not None:
-            clause = speakable(self._text[:end])
-            self._text = self._text[end:].lstrip()
+            clause = speakable(self._text[:end], self._starts_line)
+            self._starts_line = self._text[end - 1] == "\n"
+            self._text = self._text[end:]
+            self._skip_space()
             if clause:
                 found.append(clause)
                 self._first = False
         return found
+
+    def _skip_space(self) -> None:
+        rest = self._text.lstrip()
+        self._starts_line = self._starts_line or "\n" in self._text[: len(self._text) - len(rest)]
+        self._text = rest
 
     def _cut(self, last: bool) -> int | None:
         """Where the first clause ends, or None while that is open."""
@@ -50,7 +60,7 @@ class Clauses:
             if mark.end() > LONGEST_CHARS:
                 break
             if mark[1] or mark[0] == "\n":
-                if not _is_inside(self._text[: mark.end(1)] if mark[1] else ""):
+                if not _is_inside(self._text[: mark.end(1)] if mark[1] else "", self._starts_line):
                     return mark.end()
             elif mark.end() >= shortest:
                 return mark.end()
@@ -61,11 +71,11 @@ class Clauses:
         return len(self._text) if last and self._text else None
 
 
-def _is_inside(text: str) -> bool:
+def _is_inside(text: str, starts_line: bool) -> bool:
     """True if the full stop at the end of `text` does not end a sentence: list number, initial, abbreviation."""
     if not text.endswith(".") or text.endswith(".."):
         return False
-    if _NUMBERED.match(text):
+    if starts_line and _NUMBERED.match(text):
         return True
     word = text[:-1].rpartition(" ")[2].lstrip("(\"'“‘[*_")
     is_initial = len(word) == 1 and word.isupper() and word != "I"
@@ -73,11 +83,11 @@ def _is_inside(text: str) -> bool:
     return is_initial or has_inner_stops or word.lower() in ABBREVIATIONS
 
 
-def speakable(clause: str) -> str:
+def speakable(clause: str, starts_line: bool = True) -> str:
     """A clause without markdown and pictures; empty if there is nothing to say."""
     if _RULE_OR_FENCE.match(clause):
         return ""
-    text = _LINK.sub(r"\1", _LINE_MARK.sub("", clause))
+    text = _LINK.sub(r"\1", _LINE_MARK.sub("", clause) if starts_line else clause)
     text = "".join(" " if c in "_|" else c for c in text if c not in "*`~" and not _is_picture(c))
     text = " ".join(text.split())
     return text if any(c.isalnum() for c in text) else ""

