@@ -142,8 +142,9 @@ class FrameEngine:
     def step(self) -> Sequence[Event]:
         events: list[Event] = [Finished(live.run, "stop", {"audio_frames": 0}) for live in self._over]
         self._over.clear()
-        if not self._live:
-            return events
+        for live in self._live.values():
+            assert live.rows is not None, "a live run has its prompt"
+            live.rows.paused = live.run.blocked
         for output in self.llm.step():
             assert isinstance(output, RequestOutput), "pooling requests are never added"
             live = self._live.get(output.request_id)
@@ -153,7 +154,7 @@ class FrameEngine:
 
     @property
     def busy(self) -> bool:
-        """Runs whose next row is missing do not count: the loop sleeps until it comes."""
+        """Runs whose next row is missing or whose consumer is full do not count: the loop sleeps until it changes."""
         return bool(self._over) or any(self._can_go_on(live) for live in self._live.values())
 
     def close(self) -> None:
@@ -163,6 +164,7 @@ class FrameEngine:
     def _can_go_on(self, live: Speaking) -> bool:
         rows = live.rows
         assert rows is not None, "a live run has its prompt"
+        rows.paused = live.run.blocked
         return rows.ready(len(rows.prompt) + len(rows.sums) - 1)
 
     def _start(self, live: Speaking, taken: Taken) -> None:

@@ -30,12 +30,16 @@ class RowRun:
     positions: tuple[torch.Tensor, int] | None = None
     text: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     text_ended: bool = False
+    paused: bool = False
+    """A consumer cannot take more; the run keeps its place."""
     frames: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Frames predicted so far and not taken, each (books,)."""
     sums: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Summed embedding of every frame predicted so far, each (hidden,)."""
 
     def ready(self, position: int) -> bool:
+        if self.paused:
+            return False
         step = position - len(self.prompt)
         return self.text_ended or step < len(self.text)
 

@@ -97,6 +97,22 @@ def test_a_talker_without_words_sleeps(chain):
     chain.run()
 
 
+def test_a_talker_whose_consumer_is_full_waits_and_loses_nothing(chain, reference):
+    job, other = chain.open(request(0)), chain.open(request(1))
+    while not job.sent("talker", "codes").size:
+        chain.turn()
+    job.runs["talker"].blocked = True
+    spoken = len(job.sent("talker", "codes"))
+    while not (other.over("talker") and job.over("thinker")):
+        chain.turn()
+    assert len(job.sent("talker", "codes")) == spoken
+    assert not chain.engines["talker"].busy
+    job.runs["talker"].blocked = False
+    chain.run()
+    check(job, reference[0])
+    check(other, reference[1])
+
+
 def test_an_answer_of_one_token_is_silence(chain):
     job = chain.open(GenerateRequest(messages=(Message("user", "x"),), sampling=Sampling(max_tokens=1)))
     chain.run()

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both engines of the AR room under the contract of every engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from backends.core.generate import GenerateRequest, Message, Sampling
+from backends.core.pipeline import EngineContext
+from backends.pipelines.qwen3_omni.adapters import Piece
+from backends.pipelines.qwen3_omni.pipeline import PIPELINE
+from tests.kit.ar_runs import make_engine
+from tests.kit.ar_worker import become_ar_worker
+from tests.kit.checkpoints import tiny_llama
+from tests.kit.engine_contract import CHECKS, Subject, check_name
+from tests.kit.tiny_omni import tiny_omni
+
+become_ar_worker()
+pytestmark = pytest.mark.timeout(120)
+
+WORDS = (40, 41, 42, 43, 44, 45)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
+    return Subject(
+        lambda: make_engine(folder, enable_prefix_caching=False),
+        GenerateRequest(messages=(Message("user", "hello"),), sampling=Sampling(temperature=0.0, max_tokens=12)),
+        refused=GenerateRequest(),
+        wanted=frozenset({"text"}),
+    )
+
+
+@pytest.fixture(scope="module")
+def frames(tmp_path_factory):
+    folder = tiny_omni(tmp_path_factory.mktemp("tiny_omni"))
+    options = {"model": str(folder), "dtype": "float32", "kv_cache_memory_bytes": 32 << 20, "max_model_len": 256}
+    options |= {"sampling": {"temperature": 0.0, "max_tokens": 15}}
+    ids = _special(folder)
+    prompt = [ids["start"], ids["user"], 30, 31, ids["start"], ids["assistant"], 32]
+    return Subject(
+        lambda: PIPELINE.stage("talker").engine(EngineContext("qwen3_omni", "talker", options)),
+        GenerateRequest(),
+        refused=GenerateRequest(voice="nobody"),
+        upstream="thinker",
+        inputs=(Piece(prompt, [WORDS[0]]), *(Piece([], [word]) for word in WORDS[1:]), Piece([], [])),
+        same=lambda event: (type(event).__name__, [t.data.tolist() for t in getattr(event, "tensors", ())]),
+    )
+
+
+def _special(folder):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    return {"start": config.im_start_token_id, "user": config.user_token_id, "assistant": config.assistant_token_id}
+
+
+@pytest.mark.parametrize("kind", ["text", "frames"])
+@pytest.mark.parametrize("check", CHECKS, ids=check_name)
+def test_contract(check, kind, request):
+    check(request.getfixturevalue(kind))
