@@ -18,7 +18,7 @@ from backends.supervisor.problem import Problem
 from backends.supervisor.stamps import Say
 from backends.supervisor.watch import Bounds, Watch
 
-DEFAULT_REPOSITORY = REPO / "model_repository" / "chat"
+EMBEDDED_DEFAULT = tuple(REPO / "model_repository" / name for name in ("chat", "image"))
 KEPT_LOGS = 10
 OLD_SERVER = (
     "note: this local server is version 2.51.0 (24.10) with known security holes; it is for development on this\n"
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--any-port", action="store_true", help="take free ports instead")
     add("--no-proxy", action="store_true", help="tritonserver only")
     add("--start-timeout-s", type=float, default=900.0, help="how long the models may take to load")
-    add("--exit-timeout-s", type=int, default=60, help="how long open requests may take to end at shutdown")
+    add("--exit-timeout-s", type=int, default=20, help="how long open requests may take to end at shutdown")
     add("--silent-s", type=float, default=Bounds.silent_s, help="a server or orchestrator so long silent is hung")
     add("--stage-silent-s", type=float, default=Bounds.stage_silent_s, help="the same for a stage's worker")
     add("--info-file", type=Path, help="gets addresses and pids as JSON once all is ready")
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def repositories(given: list[Path]) -> list[Path]:
     """Absolute model repositories. Raises Problem for one that is none."""
-    found = [path.resolve() for path in given or [DEFAULT_REPOSITORY]]
+    found = [path.resolve() for path in given or EMBEDDED_DEFAULT]
     for path in found:
         if not path.is_dir() or not any(path.iterdir()):
             raise Problem(f"{path} is no model repository", "make repository writes those of all pipelines")

@@ -154,7 +154,8 @@ def _supervised(
     folder: Path, options: Sequence[str], variables: Mapping[str, str], timeout_s: float
 ) -> Iterator[RunningServer]:
     home, log, info = find_home(), folder / "supervisor.log", folder / "server.json"
-    command = [sys.executable, "-m", "backends.supervisor", "serve", "--any-port", "--info-file", str(info), *options]
+    command = [sys.executable, "-m", "backends.supervisor", "serve", "--any-port", "--info-file", str(info)]
+    command += ["--exit-timeout-s", "10", *options]  # a cancelled gRPC stream can pin a model until then (24.10)
     with log.open("ab") as sink:
         child = processes.start(command, {**os.environ, **variables}, sink.fileno(), tempfile.gettempdir())
     try:
