@@ -166,3 +166,16 @@ def test_seeded_speech_is_the_same_in_any_batch(chain):
     other = chain.open(sampled(1, 8))
     chain.run()
     assert not np.array_equal(other.sent("talker", "codes"), alone)
+
+
+def test_residual_codes_are_drawn_as_transformers_draws_them():
+    import torch
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    from backends.pipelines.qwen3_omni.network import RESIDUAL_TOP_K, RESIDUAL_TOP_P, residual_chances
+
+    generator = torch.Generator().manual_seed(1)
+    for scale in (0.1, 1.0, 4.0, 20.0):
+        logits = torch.randn(128, generator=generator) * scale
+        warped = TopPLogitsWarper(RESIDUAL_TOP_P)(None, TopKLogitsWarper(RESIDUAL_TOP_K)(None, logits[None]))
+        assert torch.allclose(residual_chances(logits), warped[0].softmax(-1), atol=1e-6)

@@ -128,14 +128,18 @@ class TalkerNetwork(nn.Module, SupportsPP, SupportsMRoPE):
 
 
 def choose(logits: torch.Tensor, generators: Sequence[torch.Generator | None]) -> torch.Tensor:
-    """One code per row: the best one where there is no generator, else by top-k and top-p, (runs,) int64."""
+    """One code per row: the best one where there is no generator, else a drawn one, (runs,) int64."""
     best = logits.argmax(-1)
     for place, generator in enumerate(generators):
-        if generator is None:
-            continue
-        values, codes = logits[place].float().topk(min(RESIDUAL_TOP_K, logits.shape[-1]))
-        chances = values.softmax(-1)
-        before = chances.cumsum(-1) - chances
-        chances = chances.masked_fill(before >= RESIDUAL_TOP_P, 0.0)
-        best[place] = codes[torch.multinomial(chances, 1, generator=generator)[0]]
+        if generator is not None:
+            best[place] = torch.multinomial(residual_chances(logits[place]), 1, generator=generator)[0]
     return best
+
+
+def residual_chances(logits: torch.Tensor) -> torch.Tensor:
+    """Probability of every code, (codes,): the best RESIDUAL_TOP_K, of those the first RESIDUAL_TOP_P of the mass."""
+    values, codes = logits.float().topk(min(RESIDUAL_TOP_K, logits.shape[-1]))
+    chances = values.softmax(-1)
+    before = chances.cumsum(-1) - chances
+    kept = chances.masked_fill(before >= RESIDUAL_TOP_P, 0.0)
+    return torch.zeros_like(logits, dtype=torch.float32).scatter(0, codes, kept / kept.sum())
