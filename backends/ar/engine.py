@@ -172,7 +172,7 @@ class ArEngine:
             # vLLM serves low numbers first, our requests say high for urgent
             self.llm.add_request(live.key, inputs, params, priority=-live.run.request.priority if honours else 0)
         except REFUSALS as error:
-            raise refusal_of(error, live.sampling) from None
+            raise refusal_of(error, live.sampling, "messages") from None
         self.live[live.key] = live
 
     def _params(self, sampling: Sampling, room: int, key: str = "") -> SamplingParams:

@@ -185,7 +185,7 @@ class FrameEngine:
             self.llm.add_request(live.key, prompt, params)
         except REFUSALS as error:
             del self.store.runs[live.key]
-            raise refusal_of(error, live.sampling) from None
+            raise refusal_of(error, live.sampling, "messages") from None
         self._live[live.key] = live
 
     def _params(self, sampling: Sampling, room: int, key: str) -> SamplingParams:

@@ -59,6 +59,7 @@ def vllm_params(
         raise refusal_of(error, sampling) from None
 
 
-def refusal_of(error: Exception, sampling: Sampling) -> BadRequest:
-    """A BadRequest for one of REFUSALS."""
-    return refusal(str(error), error.parameter if isinstance(error, VLLMValidationError) else None, sampling)
+def refusal_of(error: Exception, sampling: Sampling, otherwise: str = "sampling") -> BadRequest:
+    """A BadRequest for one of REFUSALS; see sampling.refusal."""
+    parameter = error.parameter if isinstance(error, VLLMValidationError) else None
+    return refusal(str(error), parameter, sampling, otherwise)

@@ -71,12 +71,11 @@ def sampling_arguments(
     }
 
 
-def refusal(message: str, parameter: str | None, sampling: Sampling) -> BadRequest:
-    """vLLM's refusal of a request as ours, with the field if vLLM names one."""
+def refusal(message: str, parameter: str | None, sampling: Sampling, otherwise: str = "sampling") -> BadRequest:
+    """vLLM's refusal of a request as ours, with the field if vLLM names one; else it is about `otherwise`."""
     if parameter in ("structured_outputs", None) and sampling.json_schema is not None:
         parameter = "json_schema"
-    where = f"sampling.{parameter}" if parameter in Sampling.__struct_fields__ else "sampling"
-    return BadRequest(message, where)
+    return BadRequest(message, f"sampling.{parameter}" if parameter in Sampling.__struct_fields__ else otherwise)
 
 
 def _seed(seed: int) -> int:

@@ -126,3 +126,20 @@ def test_media_that_are_not_there_are_refused(chain, part):
     with pytest.raises(BadRequest) as caught:
         chain.open(request, {"image": Tensor.of("image", np.zeros(300, np.uint8))})
     assert caught.value.where == "messages[0]"
+
+
+@pytest.mark.parametrize("case", [["image0", "image1", "image0"], ["a", "film"]])
+def test_too_many_or_too_long_media_are_refused(chain, case):
+    """Three pictures where two are allowed; a film of more positions than the context has."""
+    if case[-1] == "film":
+        film = RNG.integers(0, 255, (24, 64, 64, 3), dtype=np.uint8)
+        parts = (Part("video", length=film.size, shape=film.shape), Part("text", "what is this"))
+        given = GenerateRequest(messages=(Message("user", parts),)), {"video": Tensor.of("video", film.reshape(-1))}
+    else:
+        given = our_request(case)
+    with pytest.raises(BadRequest) as caught:
+        chain.open(*given)
+    assert caught.value.where == "messages"
+    assert not chain.engines["thinker"].busy
+    for engine in chain.engines.values():
+        assert not engine.llm.has_unfinished_requests()

@@ -88,4 +88,5 @@ def test_a_refusal_by_vllm_names_the_field_it_is_about():
     assert refusal("no", "top_p", Sampling()).where == "sampling.top_p"
     assert refusal("no", None, Sampling()).where == "sampling"
     assert refusal("no", "n", Sampling()).where == "sampling"
+    assert refusal("no", None, Sampling(), "messages").where == "messages"
     assert refusal("no", "structured_outputs", Sampling(json_schema={})).where == "sampling.json_schema"
