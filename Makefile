@@ -26,7 +26,7 @@ help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
 	@echo "Variables: PYTHON=$(PYTHON)  PIP_ARGS='…' for every pip call  SERVE_ARGS='--any-port …'  TRITON_OMNI_HOME=$(OMNI_HOME)"
 
-setup: ## make environments, server and weights (about 3 minutes, 6 GB; again: only what changed)
+setup: ## make environments, server and weights (about 5 minutes, 6 GB; again: only what changed)
 	@$(PYTHON) -m backends.supervisor.setup
 
 serve: setup ## run supervisor, server and OpenAI proxy until Ctrl-C
