@@ -24,7 +24,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 
 from backends.connectors.base import INLINE_BYTES, MESSAGE_BYTES, Credits, PeerLost
-from backends.connectors.link import Link, close_all
+from backends.connectors.link import Buffer, Link, close_all
 from backends.connectors.slab import Extents
 from backends.core.chunk import Chunk, Tensor, TensorSpec
 
@@ -54,8 +54,8 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     device_offset: int = -1
 
 
-MALFORMED = (msgspec.MsgspecError, struct.error, LookupError, ValueError, ArithmeticError, RecursionError, OSError)
-"""What reading a packet that no connector of ours has sent may raise."""
+MALFORMED = (msgspec.MsgspecError, struct.error, LookupError, ValueError, ArithmeticError, RuntimeError, OSError)
+"""What reading a packet may raise that is malformed (RuntimeError: too deeply nested), or whose GPU memory is gone."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Header).decode
@@ -294,7 +294,7 @@ class ShmConnector:
             finally:
                 close_all(fds)
 
-    def _on_packet(self, packet: bytes, fds: list[int]) -> None:
+    def _on_packet(self, packet: Buffer, fds: list[int]) -> None:
         kind, body = packet[:1], memoryview(packet)[1:]
         if kind == CHUNK:
             self._arrived.append(self._chunk(body, fds))

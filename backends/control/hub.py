@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from backends.core.chunk import Chunk
 
 CONNECT_TIMEOUT_S = 2.0  # a live listener of ours accepts within a loop turn; this only bounds a full backlog
 ITEMS_PER_TURN = 256
+
+_GONE = object()
 
 StoreFactory = Callable[[], DeviceStore | None]
 
@@ -48,31 +50,25 @@ class Peer:
 
     def send(self, message: AnyMessage) -> bool:
         """Send a message; False if the peer is gone (the hub reports the loss itself)."""
-        return self._guard(lambda: self.connector.send(encode(message)))
+        return self._guard(self.connector.send, encode(message)) is not _GONE
 
     def put(self, chunk: Chunk) -> bool:
         """Offer a chunk; False if there is no credit now or the peer is gone."""
-        accepted = False
-
-        def put() -> None:
-            nonlocal accepted
-            accepted = self.connector.put(chunk)
-
-        return self._guard(put) and accepted
+        return self._guard(self.connector.put, chunk) is True
 
     def release(self, chunk: Chunk) -> None:
         """Acknowledge a chunk that came from this peer."""
-        self._guard(lambda: self.connector.release(chunk))
+        self._guard(self.connector.release, chunk)
 
-    def _guard(self, act: Callable[[], Any]) -> bool:
+    def _guard(self, act: Callable[[Any], Any], argument: Any) -> Any:
         if self.lost:
-            return False
+            return _GONE
         try:
-            act()
+            result = act(argument)
         except PeerLost:
-            return False  # the hub reads EOF next and reports the loss, after all that had arrived
+            return _GONE  # the hub reads EOF next and reports the loss, after all that had arrived
         self._hub.watch(self)
-        return True
+        return result
 
 
 class Hub:
@@ -94,6 +90,7 @@ class Hub:
         self._stores = stores
         self._selector = selectors.EpollSelector()
         self._by_address: dict[str, Peer] = {}
+        self._peers: dict[Peer, None] = {}
         self._writing: set[Peer] = set()
         self._ready: deque[tuple[Peer | None, Any]] = deque()
         self._posted: deque[Any] = deque()
@@ -136,6 +133,7 @@ class Hub:
         """Take a connected socket as a link."""
         peer = Peer(self, ShmConnector(Link(sock), self._stores()), address)
         self._selector.register(sock, selectors.EVENT_READ, peer)
+        self._peers[peer] = None
         peer.send(Hello(PROTOCOL_VERSION, self.name, self.gpu_uuid))
         return peer
 
@@ -155,6 +153,21 @@ class Hub:
         items = [self._ready.popleft() for _ in range(len(self._ready))]
         items += [(None, self._posted.popleft()) for _ in range(len(self._posted))]
         return items
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """What the body sends to one peer leaves together at its end, in a few packets; order is kept."""
+        for peer in self._peers:
+            peer.connector.link.joining = True
+        try:
+            yield
+        finally:
+            for peer in list(self._peers):
+                peer.connector.link.joining = False
+                if peer.connector.link.holds:
+                    with contextlib.suppress(PeerLost):  # EOF follows and is reported there
+                        peer.connector.link.send_held()
+                    self.watch(peer)
 
     def watch(self, peer: Peer) -> None:
         """Ask for writability exactly while packets wait."""
@@ -219,6 +232,7 @@ class Hub:
         if peer.lost:
             return
         peer.lost = True
+        del self._peers[peer]
         self._writing.discard(peer)
         self._selector.unregister(peer.connector.link.socket)
         peer.connector.close()

@@ -61,13 +61,16 @@ class Worker:
 
     def turn(self, timeout_s: float) -> None:
         """One turn of the loop: receive, feed, step, deliver."""
-        for peer, item in self.hub.poll(timeout_s):
-            if peer is not None:
-                self._receive(peer, item)
-        self._feed()
-        if self.engine.busy:
-            self._deliver(self._step())
-        self._settle()
+        items = self.hub.poll(timeout_s)
+        with self.hub.joined():
+            for peer, item in items:
+                if peer is not None:
+                    self._receive(peer, item)
+            self._feed()
+        events = self._step() if self.engine.busy else ()
+        with self.hub.joined():
+            self._deliver(events)
+            self._settle()
         if self._clock() >= self._next_tick:
             self._tick()
 
