@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens one step should hold on this device: as many as still make a token cheaper.
+"""How many tokens one step should hold on this device.
 
-Once a step fills the device, more tokens only make everybody finish later.
+A step costs a fixed part (starting the kernels, what is done per row) and so much per token. Where a run's own tokens
+cost as much as the fixed part, sharing a step stops making the average run earlier (see fairness.py).
 """
 
 from __future__ import annotations
@@ -15,35 +16,36 @@ import torch
 from backends.core.engine import Run
 from backends.core.generate import GenerateRequest
 from backends.diffusion.drawing import Drawing
+from backends.diffusion.fairness import JOIN
 from backends.diffusion.model import Model
 from backends.diffusion.options import Wish
 
 SIDE = 64
 LARGEST = 32  # small pictures in one step
-GOOD_ENOUGH = 1.15  # a token may cost this much of the best and the step be smaller: everybody finishes earlier
+MOST_TOKENS = 1 << 20  # a device that thirty pictures do not slow down at all
 PATIENCE_S = 1.0  # a step that takes longer is full
 TRIES = 5  # the best counts: whatever else a machine does only makes a step slower
 
 
 def measured_budget(model: Model) -> int:
     """Tokens per step from a few timed steps of 1, 2, 4, … small pictures. Call in inference mode."""
-    costs: dict[int, float] = {}
-    count = 1
-    while count <= LARGEST:
-        costs[count] = _cost(model, count)
-        if costs[count] * count > PATIENCE_S:
-            break
+    alone = _cost(model, 1)
+    count, full = 1, alone
+    while count < LARGEST and full < PATIENCE_S:
         count *= 2
-    best = min(costs.values())
-    return min(c for c, cost in costs.items() if cost <= GOOD_ENOUGH * best) * _drawing(model).tokens
+        full = _cost(model, count)
+    picture = max(0.0, full - alone) / max(1, count - 1)
+    fixed = max(0.0, alone - picture)
+    tokens = _drawing(model).tokens
+    return max(1, round(JOIN * tokens * fixed / picture)) if picture else MOST_TOKENS
 
 
 def _cost(model: Model, count: int) -> float:
-    """Seconds per picture of one step of `count` pictures, the best of some."""
+    """Seconds of one step of `count` pictures, the best of some."""
     batch = [_drawing(model) for _ in range(count)]
     for drawing in batch:
         model.prepare(drawing)
-    return min(_timed(lambda: model.executor.predict(batch), model.device) for _ in range(TRIES)) / count
+    return min(_timed(lambda: model.executor.predict(batch), model.device) for _ in range(TRIES))
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:

@@ -8,6 +8,10 @@ puts through the model. The neediest go first, as many as one forward may hold. 
 * a small run that comes while a large one is drawn needs more after a step or two, and overtakes;
 * a large run's need grows while small ones pass, so a steady stream of them slows it down by about as much as they
   slow down one another, and no more.
+
+Sharing a step saves its fixed cost and delays everybody in it. A run whose own tokens cost less than that fixed cost
+makes the average earlier by joining others, a larger one makes it later (two equal runs: a + 2b for both, against
+a + b and 2a + 2b). So only small runs join; a large one leads its step or waits.
 """
 
 from __future__ import annotations
@@ -35,6 +39,10 @@ class Claim(Protocol):
         ...
 
 
+JOIN = 4
+"""A run joins others if it has at most this part of a step's budget; calibrate.py measures the budget so that this
+is where the run's tokens cost as much as a step's fixed part."""
+
 C = TypeVar("C", bound=Claim)
 
 
@@ -44,12 +52,12 @@ def need(claim: Claim, now: int) -> float:
 
 
 def choose(claims: Sequence[C], now: int, budget: int) -> list[C]:
-    """The neediest claims that fit into `budget` tokens together; never none, if there are any."""
+    """The neediest claim, and small ones by need as long as all fit into `budget` tokens."""
     ranked = sorted(claims, key=lambda c: -need(c, now))  # stable: equal needs keep the order of arrival
     chosen: list[C] = []
     room = budget
     for claim in ranked:
-        if not chosen or claim.tokens <= room:
+        if not chosen or claim.tokens <= min(room, budget // JOIN):
             chosen.append(claim)
             room -= claim.tokens
     return chosen

@@ -63,7 +63,8 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batching          packed: any mix in one forward; pad: equal sizes only; seq: the stock arithmetic, one by one
     dtype             float32 or bfloat16
     threads           torch threads on a CPU, fixed because results depend on it
-    max_batch_tokens  tokens one forward may hold, unless a single run needs more; 0: measured when loading
+    max_batch_tokens  tokens one forward may hold, unless a single run needs more (a run of more than a quarter of it
+                      shares with small ones only); 0: measured when loading
     max_prompt_tokens longest prompt, counted after the template
     text_cache        prompts whose features are kept
     vae_tiling        decode large pictures in tiles (needs less memory; seams are blended, not exact)

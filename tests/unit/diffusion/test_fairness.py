@@ -45,8 +45,8 @@ class Device:
 
 def test_a_step_holds_what_fits_and_never_nothing() -> None:
     device = Device(100)
-    jobs = [device.add(40, 3) for _ in range(3)]
-    assert device.step() == jobs[:2]
+    jobs = [device.add(25, 3) for _ in range(5)]
+    assert device.step() == jobs[:4]
     huge = Job(5000, 1)
     assert choose([huge], 0, 100) == [huge]
     assert choose([], 0, 100) == []
@@ -54,10 +54,20 @@ def test_a_step_holds_what_fits_and_never_nothing() -> None:
 
 def test_equal_jobs_finish_in_order_of_arrival() -> None:
     device = Device(100)
-    jobs = [device.add(50, 5) for _ in range(6)]
+    jobs = [device.add(25, 5) for _ in range(9)]
     while device.jobs:
         device.step()
-    assert [j.steps_seen[-1] for j in jobs] == [5, 5, 10, 10, 15, 15]
+    assert [j.steps_seen[-1] for j in jobs] == [5, 5, 5, 5, 10, 10, 10, 10, 15]
+
+
+def test_large_runs_never_share_a_step_and_small_ones_ride_along() -> None:
+    device = Device(100)
+    first, second, small = device.add(40, 3), device.add(40, 3), device.add(20, 3)
+    assert device.step() == [first, small]
+    while device.jobs:
+        device.step()
+    assert not set(first.steps_seen) & set(second.steps_seen)
+    assert small.steps_seen[-1] <= 3 < second.steps_seen[-1]
 
 
 def test_a_small_job_overtakes_a_large_one_within_two_of_its_steps() -> None:
