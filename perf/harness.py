@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,6 +91,19 @@ def repository(pipeline: str) -> Path:
     return REPO / "model_repository" / pipeline
 
 
+def request_only(pipeline: str, folder: Path) -> Path:
+    """A copy of a pipeline's repository whose public model takes the input `request` alone, and must have it.
+
+    perf_analyzer's --shared-memory refuses models with optional inputs.
+    """
+    copied = Path(shutil.copytree(repository(pipeline), folder / pipeline))
+    config = copied / pipeline / "config.pbtxt"
+    lines = config.read_text().splitlines()
+    kept = [line for line in lines if not line.startswith("input ") or 'name: "request"' in line]
+    config.write_text("\n".join(kept).replace(" optional: true", "") + "\n")
+    return copied
+
+
 def cpu_s(pid: int) -> float:
     """CPU seconds, user and system, that a process has used."""
     stat = Path(f"/proc/{pid}/stat").read_text()
@@ -129,10 +143,11 @@ def analyze(
     perf_analyzer 2.51 reads a wild pointer for each output that a response does not carry, and when those bytes are
     no number its export is cut short or empty, with exit status 0: such a run is repeated.
     """
-    for _ in range(EXPORT_TRIES):
-        analysis = _analyze_once(url, model, inputs, flags, timeout_s)
+    analysis = _analyze_once(url, model, inputs, flags, timeout_s)
+    for _ in range(EXPORT_TRIES - 1):
         if analysis.exit_code or analysis.requests:
             break
+        analysis = _analyze_once(url, model, inputs, flags, timeout_s)
     return analysis
 
 
