@@ -8,8 +8,8 @@ The clock is the CPU time of this process (one thread), so other work on a share
 engine has nothing to do, the clock jumps to the next arrival. `off` draws one request after the other; `packed` uses
 the token budget that the engine measures when it loads; `no cap` packs whatever is there, and shows why there is a
 budget; `stock` is what diffusers' pipeline does, one after the other, branch by branch. Loads are multiples of what
-`off` can serve, and the "vs off" columns compare with it in the same load. Every cell is the median of REPEATS lives
-by mean latency; two such medians of the very same policy still differ by up to a tenth on a busy machine.
+`off` can serve, and the "vs off" columns compare with it in the same load. Every cell is the median of `--repeats`
+lives by mean latency. On a shared machine single lives of the very same policy differ by a tenth, sometimes more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from backends.pipelines.image.digits_data import evaluation_set
 
 STAGE = "denoiser"
 NO_CAP = 1 << 30
-REPEATS = 3
 PACKAGE = Path(__file__).parents[1] / "backends" / "pipelines" / "image"
 POLICIES: dict[str, dict[str, Any]] = {
     "off": {"batching": "packed", "max_batch_tokens": 1},
@@ -148,7 +147,7 @@ def model_folders(work: Path, needed: set[str]) -> dict[str, Path]:
     return found
 
 
-def measure(workload: Workload, folder: Path) -> Iterator[str]:
+def measure(workload: Workload, folder: Path, repeats: int) -> Iterator[str]:
     """The rows of one workload."""
     engines: dict[str, DiffusionEngine] = {}
     for policy, options in POLICIES.items():
@@ -161,8 +160,8 @@ def measure(workload: Workload, folder: Path) -> Iterator[str]:
     for load in workload.loads:
         base: Result | None = None
         for policy, engine in engines.items():
-            lives = [drive(engine, workload, service_s / load if load else 0.0) for _ in range(REPEATS)]
-            result = sorted(lives, key=lambda life: life.mean_s)[REPEATS // 2]
+            lives = [drive(engine, workload, service_s / load if load else 0.0) for _ in range(repeats)]
+            result = sorted(lives, key=lambda life: life.mean_s)[repeats // 2]
             if base is None:
                 base = result
                 service_s = service_s or result.total_s / workload.requests
@@ -178,6 +177,7 @@ def measure(workload: Workload, folder: Path) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="workloads whose name contains this")
+    parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     chosen = [w for w in WORKLOADS if args.only in w.name]
     print("| workload | load | batching | pictures / CPU-s | vs off | mean ms | vs off | p95 ms | requests / step |")
@@ -185,7 +185,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         folders = model_folders(Path(work), {w.model for w in chosen})
         for workload in chosen:
-            for row in measure(workload, folders[workload.model]):
+            for row in measure(workload, folders[workload.model], args.repeats):
                 print(row, flush=True)
 
 
