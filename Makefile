@@ -62,8 +62,8 @@ test-gpu: ## tests that need a CUDA device
 repository: ## write the model repositories from pipelines and deploy.yaml
 	@$(ENGINE)/python -m backends.config.repository
 
-perf: setup ## perf_analyzer on the pipelines; tables in perf/results
-	@$(ENGINE)/python -m perf $(PERF_ARGS)
+perf: setup ## perf_analyzer on toy and chat beside their engines in one process; tables in out/perf
+	@$(ENGINE)/python -m perf.analyze --out out/perf $(PERF_ARGS)
 
 clean: ## remove outputs and caches, keep .runtime (remove that folder by hand to start afresh)
 	@rm -rf out build dist *.egg-info .pytest_cache .ruff_cache
