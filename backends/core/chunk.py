@@ -7,6 +7,7 @@ object with `__cuda_array_interface__` on a GPU. This module needs neither numpy
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
     "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
 }  # fmt: skip
+
+_dtype_name = functools.cache(str)  # numpy makes the name anew each time, slowly
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -46,7 +49,7 @@ class Tensor:
     @classmethod
     def of(cls, name: str, array: Any) -> Tensor:
         """A CPU tensor over a numpy array (made contiguous by the caller)."""
-        return cls(TensorSpec(name, str(array.dtype), tuple(array.shape)), array)
+        return cls(TensorSpec(name, _dtype_name(array.dtype), tuple(array.shape)), array)
 
 
 @dataclass(eq=False, slots=True)
