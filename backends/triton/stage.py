@@ -33,6 +33,7 @@ from backends.pipelines import load
 from backends.triton import tensors
 from backends.triton.logs import use_triton_log
 from backends.triton.metrics import StageMetrics
+from backends.triton.opens import read_open
 from backends.triton.orchestrator import FINAL, error_response, read_request
 from backends.triton.senders import CancelWatch, Senders
 from backends.worker.keeper import Command, Keeper
@@ -163,16 +164,21 @@ class TritonPythonModel:
         opened = tensors.bytes_input(request, wire.OPEN)
         given = [t for s in self._stage.inputs if (t := tensors.tensor_input(request, s.name)) is not None]
         owned = tuple(Tensor(t.spec, bytes(t.data)) for t in given)  # Triton's memory ends with `execute`
-        message = msg.decode(opened) if opened is not None else self._direct(request, bool(owned))
-        if not isinstance(message, msg.Open):
-            raise BadRequest("not an Open message", wire.OPEN)
+        if opened is None:
+            message = self._direct(request, bool(owned))
+        else:
+            message = read_open(opened, self._pipeline, self._stage.name, self._run_dir, bool(owned))
         chunk = Chunk(message.run, msg.INPUTS_EDGE, tensors=owned) if owned else None
         return Call(sender, self._senders.lane(), message, chunk)
 
     def _direct(self, request: Any, has_tensors: bool) -> msg.Open:
         """A call from a Triton client: the stage works from the request, or from tensors as one last chunk."""
-        decoded = read_request(request, MAX_DIRECT_REQUEST_BYTES, optional=has_tensors)
         upstream = [e.source for e in self._pipeline.edges if e.target == self._stage.name]
+        entered = any(o.entry == self._stage.name for o in self._pipeline.operations)
+        if upstream and not entered and not has_tensors:  # it would wait for a chunk that nobody sends
+            own = self._stage.inputs[0].name if self._stage.inputs else wire.REQUEST
+            raise BadRequest("this stage works only from what the stage before it makes", own)
+        decoded = read_request(request, MAX_DIRECT_REQUEST_BYTES, optional=has_tensors)
         feeds = has_tensors and bool(upstream) and not self._stage.media
         return msg.Open(
             new_run_id(),
@@ -236,6 +242,9 @@ class TritonPythonModel:
         if worker is None or self._keeper.state != "ready":
             text = f"the stage is {self._keeper.state}"
             self._answer(call, Unavailable(text, self._stage.name))
+            return True
+        if call.message.run in self._calls:
+            self._answer(call, BadRequest("this run is open already", wire.OPEN))
             return True
         if call.inputs is not None and not worker.put(call.inputs):
             return worker.lost

@@ -12,6 +12,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.utils.shared_memory as shm
 
+from backends.control import messages as msg
 from tests.kit.calls import generate, generate_stream, health, idle, metrics
 from tests.kit.load import Plan, body, run_many, run_one
 from tests.kit.server import RunningServer, wait_for
@@ -198,3 +199,35 @@ def test_over_the_limit_is_refused_and_nobody_hangs(toy: RunningServer) -> None:
     assert all(end == "length" or "too_busy:queue" in end for end in ends)
     assert len(ends) == 400
     wait_for(lambda: idle(toy), 5, "every slot free")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        msg.encode(msg.Open(b"r" * 16, "forged", json.dumps(body(2)).encode(), upstream=("tokens",), direct=True)),
+        msg.encode(msg.Open(b"r" * 16, "forged", json.dumps(body(2)).encode(), "/tmp/mine.sock")),
+    ],
+)
+def test_an_open_that_is_not_the_orchestrators_is_refused(toy: RunningServer, message: bytes) -> None:
+    tensor = grpcclient.InferInput("open", [len(message)], "UINT8")
+    tensor.set_data_from_numpy(np.frombuffer(message, np.uint8))
+    before = health(toy)["stages"]["frames"]["restarts"]
+    assert "[bad_request:open]" in refusal(toy, "toy_frames", tensor)
+    assert health(toy)["stages"]["frames"]["restarts"] == before
+
+
+def test_a_stage_that_only_consumes_refuses_a_bare_request(toy: RunningServer) -> None:
+    request = grpcclient.InferInput("request", [1], "BYTES")
+    request.set_data_from_numpy(np.array([json.dumps(body(2)).encode()], np.object_))
+    assert "[bad_request:frames]" in refusal(toy, "toy_wave", request)
+
+
+def refusal(toy: RunningServer, model: str, tensor: grpcclient.InferInput) -> str:
+    """The error that a model answers one input with."""
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    with grpcclient.InferenceServerClient(toy.grpc) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer(model, [tensor])
+        _, error = answers.get(timeout=20)
+    return str(error)
