@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from backends.core.chunk import Tensor
-from backends.core.engine import Event, Finished, Run, Send
+from backends.core.engine import Event, Failed, Finished, Run, Send
+from backends.core.errors import StageFailed
 from backends.core.pipeline import EngineContext
 from backends.pipelines.chat.clauses import Clauses
 from backends.pipelines.chat.options import TalkerOptions, model_folder, read_options
@@ -73,7 +74,10 @@ class TalkerEngine:
         speaker: Speaker = run.state
         events: list[Event] = []
         if speaker.waiting:
-            events += self._speak(run, speaker.waiting.popleft())
+            try:
+                events += self._speak(run, speaker.waiting.popleft())
+            except (LookupError, ValueError) as error:  # the reader of text met a word it cannot take
+                return [Failed(run, StageFailed(f"the text cannot be read aloud: {error}", self.stage))]
         if speaker.ended and not speaker.waiting:
             usage: dict[str, float] = {"audio_frames": speaker.frames, "spoken_chars": speaker.spoken_chars}
             events.append(Finished(run, "stop", usage))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +38,10 @@ class Voice:
 
     def phonemes(self, text: str) -> list[str]:
         """Phonemes of a text in pieces that the network takes at once; empty if there is nothing to say."""
-        return self._hibari.phonemize(text)
+        try:
+            return self._hibari.phonemize(text)
+        except (LookupError, ValueError):  # its reader of numbers ends at 10**36 and takes some signs for digits
+            return self._hibari.phonemize(spelled(text))
 
     def frames(self, phonemes: str, speed: float) -> Frames:
         """Frames of one piece; none if the network's alphabet has none of its signs."""
@@ -56,6 +60,17 @@ class Voice:
             return Frames(spectrum, pitch_hz)
         kept = np.arange(0, len(spectrum), speed / FASTEST).astype(np.int64)
         return Frames(spectrum[kept], pitch_hz[kept])
+
+
+def spelled(text: str) -> str:
+    """The text with every digit a word of its own, and without other numbers and currencies: always readable."""
+    return "".join(_spelled(char) for char in text)
+
+
+def _spelled(char: str) -> str:
+    if char.isdigit():
+        return f" {unicodedata.digit(char)} "
+    return " " if unicodedata.category(char) in ("Sc", "Nl", "No") else char
 
 
 def _fold(noise: np.ndarray, free: np.ndarray) -> np.ndarray:

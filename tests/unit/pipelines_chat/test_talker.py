@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("hibari", reason="the engine environment is needed")
 
-from backends.core.engine import Event, Finished, Run, Send
+from backends.core.engine import Event, Failed, Finished, Run, Send
 from backends.core.generate import GenerateRequest
 from backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
 from backends.pipelines.chat.talker import QUEUE_CLAUSES, TalkerEngine
@@ -128,3 +128,22 @@ def test_speed_scales_the_length(talker: TalkerEngine, speed: float, factor: flo
         return sum(map(len, drive.codes(events)))
 
     assert length(speed) == pytest.approx(length(1.0) * factor, rel=0.12)
+
+
+@pytest.mark.parametrize("text", ["9" * 40, f"It costs ${'7' * 60}.", "i̇$①", f"{'1' * 37}th"])
+def test_numbers_beyond_the_reader_are_spelled(talker: TalkerEngine, text: str) -> None:
+    events = drive.run_with(talker, speech_run(text))
+    assert isinstance(drive.end(events), Finished)
+    assert sum(map(len, drive.codes(events))) > 40
+
+
+def test_an_unreadable_clause_ends_its_own_run_only(
+    talker: TalkerEngine, voice: Voice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = speech_run(TEXT)
+    talker.open(other)
+    with monkeypatch.context() as patch:
+        patch.setattr(voice, "phonemes", lambda _text: [].pop())
+        failed = talker.step()
+    assert [type(event) for event in failed] == [Failed] and not talker.busy
+    assert isinstance(drive.end(drive.run_with(talker, speech_run(TEXT))), Finished)
