@@ -23,6 +23,8 @@ def parse_json(data: bytes) -> Fields:
     """The request's body. Raises ApiError if it is no JSON object."""
     try:
         value = json.loads(data)
+        if b"\\ud" in data.lower():  # half a surrogate pair is JSON, but no text that could be sent on
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):

@@ -261,7 +261,7 @@ def test_bad_input_names_the_parameter(
     assert not any(call.completed for call in backend.seen)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"user": "\\uD800"}'])
 def test_a_body_that_is_no_object(proxy: RunningProxy, body: bytes) -> None:
     answer = httpx.post(f"{proxy.root}/v1/chat/completions", content=body)
     assert answer.status_code == 400
