@@ -21,7 +21,7 @@ from pathlib import Path
 from backends.pipelines import load
 from backends.supervisor.home import find_home
 from perf import inprocess
-from perf.harness import INPUTS, Analysis, CpuClock, Server, analyze, bare_server, repository, request_only
+from perf.harness import INPUTS, Analysis, Server, analyze, bare_server, repository, request_only
 from perf.measures import Heard, Piece, Summary, heard, percentile, summarize
 
 INPROCESS_TIMEOUT_S = 1800.0
@@ -52,10 +52,9 @@ def row(name: str, concurrency: int, found: Summary, cpu_s: dict[str, float] | N
 def served(server: Server, pipeline: str, concurrency: int, count: int) -> tuple[Summary, dict[str, float]]:
     """One load through the server."""
     body = (INPUTS / f"{pipeline}.json").read_text()
-    clock = CpuClock(server.pids())
     flags = ["--concurrency-range", str(concurrency), "--request-count", str(count)]
-    analysis = checked(analyze(server.grpc, pipeline, {"request": body}, flags))
-    return summarize([heard(request) for request in analysis.requests]), clock.spent()
+    analysis = checked(analyze(server.grpc, pipeline, {"request": body}, flags, server.pids()))
+    return summarize([heard(request) for request in analysis.requests]), analysis.cpu_s
 
 
 def checked(analysis: Analysis) -> Analysis:
@@ -107,9 +106,8 @@ def shared_memory(concurrency: int) -> list[str]:
         bare_server([request_only("toy", Path(folder))]) as server,
     ):
         for name, model in (("front door, gRPC messages", "toy"), ("one stage alone", "toy_tokens")):
-            clock = CpuClock(server.pids())
-            analysis = checked(analyze(server.grpc, model, {"request": body}, load_flags))
-            lines.append(row(name, concurrency, summarize(list(map(heard, analysis.requests))), clock.spent(), "toy"))
+            analysis = checked(analyze(server.grpc, model, {"request": body}, load_flags, server.pids()))
+            lines.append(row(name, concurrency, summarize(list(map(heard, analysis.requests))), analysis.cpu_s, "toy"))
         # with shared memory the export has the times only
         requests = checked(analyze(server.grpc, "toy", {"request": body}, [*load_flags, *SHARED])).requests
         first = [(r["response_timestamps"][0] - r["timestamp"]) / 1e6 for r in requests]

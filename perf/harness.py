@@ -127,41 +127,51 @@ class Analysis:
     """One run of perf_analyzer.
 
     requests  what its export says of each request: timestamps in ns, outputs of each response
+    cpu_s     CPU seconds that each watched process used meanwhile
     """
 
     command: list[str]
     exit_code: int
     text: str
     requests: list[dict[str, Any]]
+    cpu_s: dict[str, float]
 
 
 def analyze(
-    url: str, model: str, inputs: Mapping[str, Any], flags: Sequence[str], timeout_s: float = 900.0
+    url: str,
+    model: str,
+    inputs: Mapping[str, Any],
+    flags: Sequence[str],
+    pids: Mapping[str, int] | None = None,
+    timeout_s: float = 900.0,
 ) -> Analysis:
     """Run perf_analyzer over gRPC streams; every request has the same `inputs` (tensor name → value).
 
     perf_analyzer 2.51 reads a wild pointer for each output that a response does not carry, and when those bytes are
     no number its export is cut short or empty, with exit status 0: such a run is repeated.
     """
-    analysis = _analyze_once(url, model, inputs, flags, timeout_s)
+    where = ["-m", model, "-u", url, "-i", "grpc", "--streaming", "--async"]
+    analysis = _analyze_once([*where, *flags], inputs, pids or {}, timeout_s)
     for _ in range(EXPORT_TRIES - 1):
         if analysis.exit_code or analysis.requests:
             break
-        analysis = _analyze_once(url, model, inputs, flags, timeout_s)
+        analysis = _analyze_once([*where, *flags], inputs, pids or {}, timeout_s)
     return analysis
 
 
-def _analyze_once(url: str, model: str, inputs: Mapping[str, Any], flags: Sequence[str], timeout_s: float) -> Analysis:
+def _analyze_once(
+    flags: Sequence[str], inputs: Mapping[str, Any], pids: Mapping[str, int], timeout_s: float
+) -> Analysis:
     with tempfile.TemporaryDirectory(prefix="omni-perf-") as folder:
         data, export = Path(folder) / "input.json", Path(folder) / "export.json"
         data.write_text(json.dumps({"data": [{name: [value] for name, value in inputs.items()}]}))
         command = [
             str(find_home().perf_analyzer),
-            *("-m", model, "-u", url, "-i", "grpc", "--streaming", "--async"),
             *("--input-data", str(data), "--profile-export-file", str(export), *flags),
         ]
+        clock = CpuClock(pids)
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=folder)
-        return Analysis(command, done.returncode, done.stdout + done.stderr, _exported(export))
+        return Analysis(command, done.returncode, done.stdout + done.stderr, _exported(export), clock.spent())
 
 
 def _exported(path: Path) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from perf import connector
-from perf.harness import CpuClock, Server, analyze, bare_server, repository
+from perf.harness import Server, analyze, bare_server, repository
 
 AUDIO_EVERY, TEXT_EVERY = 10, 20
 PROTOTYPE_MODELS = "orch_q2a,a,b,c"
@@ -55,9 +55,8 @@ class Passage:
 
 def load(subject: Subject, streams: int, chunks: int) -> Passage:
     """All streams at once; RuntimeError unless each got exactly what it should."""
-    clock = CpuClock(subject.server.pids())
     flags = ["--concurrency-range", str(streams), "--request-count", str(streams)]
-    analysis = analyze(subject.server.grpc, subject.model, subject.inputs, flags)
+    analysis = analyze(subject.server.grpc, subject.model, subject.inputs, flags, subject.server.pids())
     requests = analysis.requests
     expected = -(-chunks // AUDIO_EVERY) + -(-chunks // TEXT_EVERY) + 1
     counts = [len(r["response_timestamps"]) for r in requests]
@@ -65,7 +64,7 @@ def load(subject: Subject, streams: int, chunks: int) -> Passage:
         raise RuntimeError(f"{subject.name}: {counts} responses, not {expected} each\n{analysis.text}")
     first = min(r["timestamp"] for r in requests)
     last = max(r["response_timestamps"][-1] for r in requests)
-    return Passage((last - first) / 1e9, streams * chunks, streams * (expected - 1), clock.spent())
+    return Passage((last - first) / 1e9, streams * chunks, streams * (expected - 1), analysis.cpu_s)
 
 
 def toy(server: Server, chunks: int, frame_bytes: int) -> Subject:
@@ -133,7 +132,7 @@ def main() -> int:
     parser.add_argument("--connector", action="store_true", help="only the bare connector")
     args = parser.parse_args()
     if args.connector:
-        connector.main()
+        connector.table()
         return 0
     with bare_server([repository("toy")]) as server:
         ours = toy(server, args.chunks, args.bytes)

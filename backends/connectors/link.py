@@ -12,6 +12,7 @@ import contextlib
 import os
 import socket
 import struct
+from array import array
 from collections import deque
 from collections.abc import Sequence
 
@@ -25,6 +26,8 @@ PACKETS_PER_TURN = 256  # how much one busy peer may be read before others get t
 
 Buffer = bytes | bytearray | memoryview
 _U32 = struct.Struct("<I")
+_FDS_SPACE = socket.CMSG_LEN(2 * array("i").itemsize)
+_TRUNCATED = int(socket.MSG_TRUNC)  # a plain number: the flag's own `&` is slow
 
 
 class Link:
@@ -88,14 +91,15 @@ class Link:
         packets: list[tuple[Buffer, list[int]]] = []
         while not self.lost and len(packets) < PACKETS_PER_TURN:
             try:
-                packet, fds, flags, _ = socket.recv_fds(self.socket, PACKET_BYTES, 2)
+                packet, ancillary, flags, _ = self.socket.recvmsg(PACKET_BYTES, _FDS_SPACE)
             except BlockingIOError:
                 break
             except ConnectionResetError:
                 continue  # the peer left packets of ours unread; the kernel says so once, before what it had sent
             except OSError:
-                packet, fds, flags = b"", [], 0
-            if not packet or flags & socket.MSG_TRUNC:
+                packet, ancillary, flags = b"", [], 0
+            fds = _received(ancillary) if ancillary else []
+            if not packet or flags & _TRUNCATED:
                 close_all(fds)
                 self.abandon()
                 break
@@ -145,6 +149,15 @@ class Link:
     def _shut_down(self) -> None:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
+
+
+def _received(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """Descriptors that came with a packet."""
+    fds = array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)
 
 
 def _split(packet: bytes, packets: list[tuple[Buffer, list[int]]]) -> bool:

@@ -169,7 +169,8 @@ class ShmConnector:
             self._free_device(device_offset)
             return False
         device_layout, _ = _lay_out(on_device)
-        listed = [(t.spec, "cpu", at) for t, at in layout] + [(t.spec, t.device, at) for t, at in device_layout]
+        listed = [(t.spec, "cpu", at) for t, at in layout]
+        listed += [(t.spec, t.device, at) for t, at in device_layout]
         header = Header(
             self._next_slot, chunk.run, chunk.edge, chunk.index, chunk.last, chunk.meta, listed,
             place, max(offset, 0), nbytes, device_offset,
@@ -192,9 +193,9 @@ class ShmConnector:
     def _split(self, chunk: Chunk) -> tuple[list[Tensor], list[Tensor], int]:
         """(GPU tensors, host tensors, device offset). Without a common GPU, or room on it, all go over the host."""
         on_device = [t for t in chunk.tensors if t.device != "cpu"]
-        on_host = [t for t in chunk.tensors if t.device == "cpu"]
         if not on_device:
-            return [], on_host, -1
+            return [], list(chunk.tensors), -1
+        on_host = [t for t in chunk.tensors if t.device == "cpu"]
         if self._device is None:
             raise TypeError(f"edge {chunk.edge}: a GPU tensor needs a connector with a device store")
         offset = self._device.alloc(_lay_out(on_device)[1]) if self.device_shared else None

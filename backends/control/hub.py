@@ -67,7 +67,8 @@ class Peer:
             result = act(argument)
         except PeerLost:
             return _GONE  # the hub reads EOF next and reports the loss, after all that had arrived
-        self._hub.watch(self)
+        if not self.connector.link.joining:  # else the end of `joined` does
+            self._hub.watch(self)
         return result
 
 
@@ -163,10 +164,11 @@ class Hub:
             yield
         finally:
             for peer in list(self._peers):
-                peer.connector.link.joining = False
-                if peer.connector.link.holds:
+                link = peer.connector.link
+                if link.joining:
+                    link.joining = False
                     with contextlib.suppress(PeerLost):  # EOF follows and is reported there
-                        peer.connector.link.send_held()
+                        link.send_held()
                     self.watch(peer)
 
     def watch(self, peer: Peer) -> None:
