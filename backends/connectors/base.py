@@ -56,12 +56,14 @@ class Credits:
 
     def take(self, run: bytes, edge: str) -> None:
         self.total += 1
-        self.used[run, edge] = self.used.get((run, edge), 0) + 1
+        key = (run, edge)
+        self.used[key] = self.used.get(key, 0) + 1
 
     def give(self, run: bytes, edge: str) -> None:
         self.total -= 1
-        left = self.used[run, edge] - 1
+        key = (run, edge)
+        left = self.used[key] - 1
         if left:
-            self.used[run, edge] = left
+            self.used[key] = left
         else:
-            del self.used[run, edge]
+            del self.used[key]

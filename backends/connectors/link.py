@@ -56,18 +56,12 @@ class Link:
         """Send one packet made of `parts`. Descriptors are duplicated here; the caller keeps its own."""
         if self.lost or self._broken:
             raise PeerLost("the peer is gone")
-        if sum(len(part) for part in parts) > PACKET_BYTES:
-            raise ValueError(f"a packet may have {PACKET_BYTES} bytes")
         if self.joining and not fds:
             self._hold(b"".join(parts))
-        else:
-            self.send_held()
-            self._send_now(parts, fds)
-
-    @property
-    def holds(self) -> bool:
-        """True while small packets wait to be joined."""
-        return bool(self._held)
+            return
+        _check_size(sum(map(len, parts)))
+        self.send_held()
+        self._send_now(parts, fds)
 
     def send_held(self) -> None:
         """Send what waits to be joined."""
@@ -123,6 +117,7 @@ class Link:
             close_all(self._backlog.popleft()[1])
 
     def _hold(self, frame: bytes) -> None:
+        _check_size(len(frame))
         if self._held_bytes + len(frame) > JOINED_BYTES or len(self._held) >= JOINED_FRAMES:
             self.send_held()
         self._held.append(frame)
@@ -149,6 +144,11 @@ class Link:
     def _shut_down(self) -> None:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
+
+
+def _check_size(nbytes: int) -> None:
+    if nbytes > PACKET_BYTES:
+        raise ValueError(f"a packet may have {PACKET_BYTES} bytes")
 
 
 def _received(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

@@ -345,14 +345,14 @@ class ShmConnector:
         elif header.place == ONE_SHOT:
             mapping = mmap.mmap(fds[0], header.nbytes, prot=mmap.PROT_READ)
             payload = memoryview(mapping)
-        tensors = tuple(self._tensor(header, spec, device, at, payload) for spec, device, at in header.tensors)
-        return Chunk(
-            header.run, header.edge, header.index, header.last, tensors, header.meta, _Slot(header.slot, mapping)
-        )
+        tensors = [
+            Tensor(spec, _part(payload, at, spec.nbytes)) if device == "cpu" else self._device_tensor(header, spec, at)
+            for spec, device, at in header.tensors
+        ]
+        slot = _Slot(header.slot, mapping)
+        return Chunk(header.run, header.edge, header.index, header.last, tuple(tensors), header.meta, slot)
 
-    def _tensor(self, header: Header, spec: TensorSpec, device: str, at: int, payload: memoryview) -> Tensor:
-        if device == "cpu":
-            return Tensor(spec, _part(payload, at, spec.nbytes))
+    def _device_tensor(self, header: Header, spec: TensorSpec, at: int) -> Tensor:
         if self._device is None:
             raise ValueError("a GPU tensor for an end without a device store")
         return self._device.read(header.device_offset + at, spec)

@@ -34,8 +34,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(msgspec.Struct, frozen=True):
     """One named tensor. `data` is contiguous, C order, exactly `spec.nbytes` long; `device` is "cpu" or "cuda:N"."""
 
     spec: TensorSpec
