@@ -42,7 +42,6 @@ class Open(Message, frozen=True, array_like=True, tag="open"):
     has_inputs  a chunk on INPUTS_EDGE came before this message
     direct      that chunk is the stage's input itself, as one last chunk (a direct call of a consumer stage)
     stall_s     fail the run if an upstream edge is silent for so long while the engine waits; 0 = never
-    trace       W3C trace context, if any
     """
 
     run: bytes
@@ -55,7 +54,6 @@ class Open(Message, frozen=True, array_like=True, tag="open"):
     has_inputs: bool = False
     direct: bool = False
     stall_s: float = 0.0
-    trace: str = ""
 
 
 class Stop(Message, frozen=True, array_like=True, tag="stop"):

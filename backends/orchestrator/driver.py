@@ -19,7 +19,7 @@ from backends.control import messages as msg
 from backends.control.hub import Hub, Lost, Peer
 from backends.core import request as life
 from backends.core.chunk import Chunk
-from backends.core.errors import DeadlineExceeded, Internal, OmniError, StageFailed, TooBusy
+from backends.core.errors import BadRequest, DeadlineExceeded, Internal, OmniError, StageFailed, TooBusy
 from backends.core.generate import encode_request
 from backends.core.ids import new_run_id
 from backends.core.pipeline import Pipeline
@@ -42,6 +42,14 @@ class Gone:
     """The client of a run went away."""
 
     run: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFailed:
+    """A run's response could not be sent."""
+
+    run: bytes
+    error: OmniError
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,10 @@ class Orchestrator:
         """Say that a run's client went away."""
         self.hub.post(Gone(run))
 
+    def answer_failed(self, run: bytes, error: OmniError) -> None:
+        """Say that a response of a run could not be sent."""
+        self.hub.post(AnswerFailed(run, error))
+
     # --- the loop ------------------------------------------------------------------------------------------------
     def turn(self, timeout_s: float = TICK_S) -> None:
         """One turn: take what came in, start what may start, look at the clock."""
@@ -124,6 +136,8 @@ class Orchestrator:
                 self._on_arrival(item)
             case Gone(run):
                 self._apply_to(run, life.Cancelled("the client went away"))
+            case AnswerFailed(run, error):
+                self._apply_to(run, life.Expired(error))
             case _Opened(run, stage, handle):
                 self._on_opened(run, stage, handle)
             case _OpenFailed(run, stage, error):
@@ -251,8 +265,7 @@ class Orchestrator:
                 Piece(event, chunk.meta.get("text"), chunk.tensors), lambda: post(_Sent(run, peer, chunk, nbytes))
             )
         if live.waiting > self.deploy.max_output_bytes:
-            slow = TooBusy(f"{live.waiting} bytes of output wait to be taken", "max_output_bytes")
-            self._apply(live, life.Expired(slow))
+            self._apply(live, life.Expired(_too_much(live)))
 
     def _on_progress(self, run: bytes, stage: str, meta: dict[str, Any]) -> None:
         live = self.lives.get(run)
@@ -299,7 +312,6 @@ class Orchestrator:
             wanted=tuple(o for o in machine.emitted if self.pipeline.output(o).stage == stage),
             has_inputs=bool(media),
             stall_s=live.limits.stall_s,
-            trace=live.arrival.trace,
         )
         self.metrics.opened[stage] = self.metrics.opened.get(stage, 0) + 1
         call = OpenCall(self.pipeline.model(stage), msg.encode(message), live.arrival.inputs, tuple(media))
@@ -349,8 +361,14 @@ class Orchestrator:
             error = end.error or Internal("failed without a reason")
             log.warning("request %s failed: %s", live.arrival.request_id, error.line())
             live.arrival.front.fail(error)
+            return
+        try:
+            piece = live.end_piece(end, now)
+        except Exception as error:  # the loop border: an answer that cannot be joined is an error, not silence
+            log.exception("request %s: the answer could not be joined", live.arrival.request_id)
+            live.arrival.front.fail(Internal(f"{type(error).__name__}: {error}"))
         else:
-            live.arrival.front.end(live.end_piece(end, now))
+            live.arrival.front.end(piece)
 
     def _forget(self, live: Live) -> None:
         """Drop a request that is Done and whose handles are all put away."""
@@ -383,3 +401,10 @@ class Orchestrator:
         for stage in list(live.closing):
             live.closing.pop(stage)
         self._forget(live)
+
+
+def _too_much(live: Live) -> OmniError:
+    """Why a request with so much output not yet taken ends."""
+    if live.collected is not None:
+        return BadRequest(f"the whole answer has more than {live.waiting} bytes; ask for a stream", "stream")
+    return TooBusy(f"{live.waiting} bytes of output wait to be taken", "max_output_bytes")

@@ -25,7 +25,6 @@ class Arrival:
     request: GenerateRequest
     media: dict[str, int]
     inputs: Any
-    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

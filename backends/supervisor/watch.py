@@ -31,7 +31,7 @@ class Bounds:
 
     silent_s: float = 30.0
     stage_silent_s: float = 300.0
-    not_ready_s: float = 300.0
+    not_ready_s: float = 1200.0  # above a stage's default start_timeout_s: a 30B model is loaded by its own stub
     healthy_s: float = 60.0
     first_wait_s: float = 1.0
     longest_wait_s: float = 60.0

@@ -19,7 +19,7 @@ import numpy as np
 import triton_python_backend_utils as pb
 
 from backends import wire
-from backends.core.errors import BY_CODE, OmniError, Unavailable, from_line
+from backends.core.errors import Internal, OmniError, Unavailable, from_line
 from backends.orchestrator.ports import OpenCall
 from backends.triton.tensors import tensor_output
 
@@ -42,11 +42,14 @@ class BlsOpener:
     def open(self, call: OpenCall, opened: Callable[[Any], None], failed: Callable[[OmniError], None]) -> None:
         def job() -> None:
             try:
-                handle = _exec(call)
+                handle = self._exec(call)
             except OmniError as error:
                 failed(error)
             except pb.TritonModelException as error:  # the model is not loaded, or its stub is dead
                 failed(Unavailable(_first_line(error)))
+            except Exception as error:  # the Triton border: whatever it was, the request must hear of it
+                log.exception("a run could not be opened")
+                failed(Internal(f"{type(error).__name__}: {error}"))
             else:
                 opened(handle)
 
@@ -71,6 +74,19 @@ class BlsOpener:
             log.error("%d streams of dead stages never ended", len(self.graveyard))
         return not self.graveyard
 
+    def _exec(self, call: OpenCall) -> Any:
+        """Open one run; returns its iterator. Waits until the stage accepts: between two steps of its engine."""
+        inputs = [pb.Tensor(wire.OPEN, np.frombuffer(call.message, dtype=np.uint8))]
+        inputs += [tensor_output(call.inputs[name]) for name in call.tensor_names]
+        request = pb.InferenceRequest(model_name=call.model, requested_output_names=[wire.EVENT], inputs=inputs)
+        iterator = request.exec(decoupled=True)
+        first = next(iterator)
+        if first.has_error():
+            self._drained.append(iterator)
+            error = from_line(first.error().message())
+            raise error if type(error) is not Internal else Unavailable(error.message)
+        return iterator
+
     def _drain(self, iterator: Any) -> None:
         """Take what is there of a stream whose FINAL has been sent: returns without waiting."""
         for _ in iterator:
@@ -89,19 +105,6 @@ class BlsOpener:
                 job()
             except Exception:  # the Triton border: one request's trouble must not end the thread for others
                 log.exception("a BLS call failed")
-
-
-def _exec(call: OpenCall) -> Any:
-    """Open one run; returns its iterator. Takes as long as the stage needs to say "accepted", about 1 ms."""
-    inputs = [pb.Tensor(wire.OPEN, np.frombuffer(call.message, dtype=np.uint8))]
-    inputs += [tensor_output(call.inputs[name]) for name in call.tensor_names]
-    request = pb.InferenceRequest(model_name=call.model, requested_output_names=[wire.EVENT], inputs=inputs)
-    iterator = request.exec(decoupled=True)
-    first = next(iterator)
-    if first.has_error():
-        error = from_line(first.error().message())
-        raise error if type(error) is not BY_CODE["internal"] else Unavailable(error.message)
-    return iterator
 
 
 def _first_line(error: BaseException) -> str:

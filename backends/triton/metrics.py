@@ -40,7 +40,7 @@ class _Family:
             self._metrics[key].set(value)
         elif value > self._seen[key]:
             self._metrics[key].increment(value - self._seen[key])
-        self._seen[key] = value
+            self._seen[key] = value
 
 
 class OrchestratorMetrics:
@@ -139,12 +139,13 @@ class StageMetrics:
 
     def note(self, numbers: dict[str, float], live: int, restarts: int) -> None:
         """Keep what a Ping brought."""
-        for key in self.NAMES:
-            value = numbers.get(key, 0.0)
-            if value < self._last[key]:
-                self._base[key] += self._last[key]
-            self._last[key] = value
-        self._now = (live, restarts)
+        with self._lock:
+            for key in self.NAMES:
+                value = numbers.get(key, 0.0)
+                if value < self._last[key]:
+                    self._base[key] += self._last[key]
+                self._last[key] = value
+            self._now = (live, restarts)
 
     def publish(self) -> None:
         """Bring the page up to date: at most once a second, and always when no run is left."""

@@ -19,8 +19,7 @@ from backends.config import paths
 from backends.config.schema import OrchestratorDeploy, from_parameters
 from backends.control.hub import Hub
 from backends.control.records import InstanceRecord, read_records, remove_record, write_record
-from backends.core.errors import BadRequest, Internal, OmniError, Unavailable
-from backends.core.generate import GenerateRequest
+from backends.core.errors import BadRequest, Internal, OmniError
 from backends.core.ids import new_request_id
 from backends.orchestrator.driver import Orchestrator
 from backends.orchestrator.live import Arrival
@@ -30,11 +29,11 @@ from backends.triton import tensors
 from backends.triton.bls import BlsOpener
 from backends.triton.logs import use_triton_log
 from backends.triton.metrics import OrchestratorMetrics
+from backends.triton.replies import error_response, read_request, send_last
 from backends.triton.senders import CancelWatch, Senders
 
 log = logging.getLogger("triton_omni.triton")
 
-FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 MEDIA = (wire.AUDIO, wire.IMAGE, wire.VIDEO)
 
 
@@ -97,15 +96,12 @@ class TritonPythonModel:
                 log.exception("a turn of the loop failed")
 
     def _arrival(self, request: Any, front: _Front) -> Arrival:
-        decoded = self._decode(request)
+        decoded = read_request(request, self._deploy.max_request_bytes)
         media = {name: t for name in MEDIA if (t := tensors.tensor_input(request, name)) is not None}
         if sum(t.spec.nbytes for t in media.values()) > self._deploy.max_media_bytes:
             raise BadRequest(f"media tensors may have {self._deploy.max_media_bytes} bytes together", min(media))
         counts = {name: int(np.prod(t.spec.shape)) for name, t in media.items()}
         return Arrival(front, front.request_id, decoded, counts, media)
-
-    def _decode(self, request: Any) -> GenerateRequest:
-        return read_request(request, self._deploy.max_request_bytes)
 
     def _stage_states(self) -> dict[str, dict[str, Any]]:
         """Stage → state of its instances, from their records."""
@@ -142,30 +138,6 @@ class TritonPythonModel:
         )
 
 
-def read_request(request: Any, max_bytes: int, optional: bool = False) -> GenerateRequest:
-    """The request's JSON, or its short form; raises BadRequest naming the input.
-
-    `optional`: neither may be there (a stage called with tensors alone).
-    """
-    text = tensors.text_input(request, wire.REQUEST)
-    short = tensors.text_input(request, wire.TEXT_INPUT)
-    stream = tensors.bool_input(request, wire.STREAM)
-    if text is None and short is None and optional:
-        return GenerateRequest()
-    if (text is None) == (short is None):
-        raise BadRequest(f"exactly one of the inputs '{wire.REQUEST}' and '{wire.TEXT_INPUT}' is needed", wire.REQUEST)
-    given = text if text is not None else short or ""
-    if len(given.encode()) > max_bytes:
-        raise BadRequest(f"the request may have {max_bytes} bytes", wire.REQUEST if short is None else wire.TEXT_INPUT)
-    extra = tensors.parameters(request)
-    if text is None:
-        return wire.short_form(given, extra, bool(stream))
-    decoded = wire.decode_request(text.encode())
-    if stream is not None and stream != decoded.stream:
-        decoded = wire.with_stream(decoded, stream)
-    return decoded
-
-
 class _Front:
     """One client's call: its responses leave through one sender thread, in order."""
 
@@ -174,8 +146,10 @@ class _Front:
         self._sender = request.get_response_sender()
         self._lane = model.senders.lane()
         self._model = model
+        self._run = b""
 
     def bind(self, run: bytes) -> None:
+        self._run = run
         gone = self._model.orchestrator.client_gone
         self._model.watch.watch(self._sender, lambda: gone(run))
 
@@ -183,6 +157,9 @@ class _Front:
         def job() -> None:
             try:
                 self._sender.send(_response(piece))
+            except Exception as error:  # the Triton border: a piece that cannot be sent ends its request
+                log.exception("a response could not be sent")
+                self._model.orchestrator.answer_failed(self._run, Internal(f"{type(error).__name__}: {error}"))
             finally:
                 if sent is not None:
                     sent()
@@ -195,13 +172,9 @@ class _Front:
     def fail(self, error: OmniError) -> None:
         self._last(lambda: error_response(error))
 
-    def _last(self, response: Callable[[], Any]) -> None:
-        def job() -> None:
-            self._model.watch.forget(self._sender)  # must come before FINAL, see CancelWatch
-            self._model.metrics.publish()
-            self._sender.send(response(), flags=FINAL)
-
-        self._lane(job)
+    def _last(self, build: Callable[[], Any]) -> None:
+        model = self._model
+        self._lane(lambda: send_last(self._sender, model.watch, model.metrics.publish, build))
 
 
 def _response(piece: Piece) -> Any:
@@ -210,15 +183,3 @@ def _response(piece: Piece) -> Any:
         outputs.append(tensors.text_output(wire.TEXT_OUTPUT, piece.text))
     outputs += [tensors.tensor_output(tensor) for tensor in piece.tensors]
     return pb.InferenceResponse(outputs)
-
-
-def error_response(error: OmniError) -> Any:
-    """A Triton error response with our wire line and the nearest of Triton's codes."""
-    codes = {
-        "bad_request": pb.TritonError.INVALID_ARG,
-        "not_found": pb.TritonError.NOT_FOUND,
-        "too_busy": pb.TritonError.UNAVAILABLE,
-        Unavailable.code: pb.TritonError.UNAVAILABLE,
-        "cancelled": pb.TritonError.CANCELLED,
-    }
-    return pb.InferenceResponse(error=pb.TritonError(error.line(), codes.get(error.code, pb.TritonError.INTERNAL)))

@@ -82,9 +82,13 @@ class CancelWatch:
         while not self._stop.wait(POLL_S):
             senders = list(self._watched)
             for sender in senders:
-                gone = self._poll(sender)
-                if gone is not None:
-                    gone()
+                try:
+                    gone = self._poll(sender)
+                    if gone is not None:
+                        gone()
+                except Exception:  # the Triton border: one call's trouble must not end the watch over others
+                    log.exception("a call could not be asked for its cancellation")
+                    self.forget(sender)
             if len(senders) > CROWD:
                 time.sleep(POLL_S)  # keeps the share of a core bounded when very many calls are open
 

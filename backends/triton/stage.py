@@ -34,7 +34,7 @@ from backends.triton import tensors
 from backends.triton.logs import use_triton_log
 from backends.triton.metrics import StageMetrics
 from backends.triton.opens import read_open
-from backends.triton.orchestrator import FINAL, error_response, read_request
+from backends.triton.replies import FINAL, error_response, read_request, send_last
 from backends.triton.senders import CancelWatch, Senders
 from backends.worker.keeper import Command, Keeper
 
@@ -53,6 +53,7 @@ class Call:
     message: msg.Open
     inputs: Chunk | None = None
     acknowledged: bool = False
+    ended: bool = False
     index: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
@@ -69,8 +70,9 @@ class _Closed:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A direct call's response has left; its chunk may go back."""
+    """A direct call's response has left; its chunk may go back to the worker it came from."""
 
+    worker: Peer
     chunk: Chunk
 
 
@@ -201,23 +203,39 @@ class TritonPythonModel:
 
     def _turn(self) -> None:
         for peer, item in self._hub.poll(TURN_S):
-            if peer is None:
-                self._on_posted(item)
-            elif peer is self._worker:
-                self._on_worker(peer, item)
-        while self._pending and self._hand_over(self._pending[0]):
-            self._pending.popleft()
-        now = time.monotonic()
+            try:
+                if peer is None:
+                    self._on_posted(item)
+                elif peer is self._worker:
+                    self._on_worker(peer, item)
+            except Exception:  # the loop border: one item's trouble must not lose the others
+                log.exception("%s could not be handled", type(item).__name__)
+        for _ in range(len(self._pending)):
+            call = self._pending.popleft()
+            if not self._try_hand_over(call):
+                self._pending.append(call)  # waits for room; calls without large inputs go on meanwhile
+        self._keep_worker(time.monotonic())
+
+    def _keep_worker(self, now: float) -> None:
+        """Start a dead worker when it is due; end one that gives no sign of life, or does not become ready."""
+        ready = self._keeper.state == "ready"
+        bound = self._deploy.hang_s if ready else self._deploy.start_timeout_s
         if self._keeper.due(now):
             self._start_worker()
-        elif self._ready.is_set() and self._worker is not None and now - self._heard_s > self._deploy.hang_s > 0:
-            log.error("no sign of life from the worker for %g s", self._deploy.hang_s)
+        elif self._ready.is_set() and self._worker is not None and now - self._heard_s > bound > 0:
+            log.error("no sign of life from the worker for %g s", bound)
             self._keeper.kill()  # its link closes, which is handled like any other death
             self._heard_s = now
 
     def _start_worker(self) -> None:
         now = self._heard_s = time.monotonic()
-        self._worker = self._hub.adopt(self._keeper.start(now))
+        try:
+            self._worker = self._hub.adopt(self._keeper.start(now))
+        except OSError as error:  # no such interpreter, no memory: tried again with back-off
+            log.error("the worker could not be started: %s", error)
+            self._refusal = f"the worker could not be started: {error}"
+            self._keeper.died(now)
+            self._ready.set()
         self._write_record()
 
     def _on_posted(self, item: object) -> None:
@@ -227,14 +245,22 @@ class TritonPythonModel:
             case _Closed(run):
                 if self._calls.pop(run, None) is not None and self._worker is not None:
                     self._worker.send(msg.Release(run))
-            case _Sent(chunk):
-                if self._worker is not None:
-                    self._worker.release(chunk)
+            case _Sent(worker, chunk):
+                worker.release(chunk)  # the worker may be another one by now
             case _Gone(run):
                 if run in self._calls and self._worker is not None:
                     self._worker.send(msg.Stop(run))
             case _:
                 raise TypeError(item)
+
+    def _try_hand_over(self, call: Call) -> bool:
+        """As `_hand_over`; a call that cannot be handed over at all is answered."""
+        try:
+            return self._hand_over(call)
+        except Exception as error:  # the loop border: whatever it was, the call must hear of it
+            log.exception("a call could not be handed over")
+            self._answer(call, Internal(f"{type(error).__name__}: {error}"))
+            return True
 
     def _hand_over(self, call: Call) -> bool:
         """Give a call to the worker; False if there is no room for its inputs now."""
@@ -266,7 +292,7 @@ class TritonPythonModel:
                 if not call.direct:
                     call.lane(lambda: call.sender.send(pb.InferenceResponse([])))
             case Chunk():
-                self._respond(self._calls[item.run], item)
+                self._respond(worker, self._calls[item.run], item)
             case msg.Finished(run=run) | msg.Failed(run=run):
                 self._finish(self._calls[run], item)
             case Lost():
@@ -279,17 +305,30 @@ class TritonPythonModel:
             self._refusal = ping.text
             self._ready.set()
         elif ping.state == "ready" and self._keeper.state != "ready":
-            self._keeper.state = "ready"
+            self._keeper.is_ready(time.monotonic())
             self._write_record()
             self._ready.set()
         self._metrics.note(ping.numbers, ping.live, self._keeper.restarts)
 
     # --- answers ---------------------------------------------------------------------------------------------------
-    def _respond(self, call: Call, chunk: Chunk) -> None:
+    def _respond(self, worker: Peer, call: Call, chunk: Chunk) -> None:
         """One piece of a direct call's output."""
         output = chunk.edge.removeprefix(msg.OUTPUT_PREFIX)
         index = call.index.get(output, 0)
         call.index[output] = index + 1
+
+        def job() -> None:
+            try:
+                call.sender.send(self._piece(call, output, index, chunk))
+            except Exception:  # the Triton border: a piece that cannot be sent ends its call
+                log.exception("a response could not be sent")
+                self._hub.post(_Gone(call.message.run))
+            finally:
+                self._hub.post(_Sent(worker, chunk))
+
+        call.lane(job)
+
+    def _piece(self, call: Call, output: str, index: int, chunk: Chunk) -> Any:
         meta = {key: value for key, value in chunk.meta.items() if key != "text"}
         event = wire.Event(
             output or "chunk",  # pyright: ignore[reportArgumentType]
@@ -300,59 +339,47 @@ class TritonPythonModel:
             outputs.append(tensors.text_output(wire.TEXT_OUTPUT, chunk.meta["text"]))
         known = {s.name for s in self._stage.outputs}
         outputs += [tensors.tensor_output(t) for t in chunk.tensors if t.name in known]
-
-        def job() -> None:
-            call.sender.send(pb.InferenceResponse(outputs))
-            self._hub.post(_Sent(chunk))
-
-        call.lane(job)
+        return pb.InferenceResponse(outputs)
 
     def _finish(self, call: Call, end: msg.Finished | msg.Failed) -> None:
         """Close Triton's side of a run, then let the worker tell its end."""
         run = call.message.run
+        call.ended = True
 
         def job() -> None:
-            self._watch.forget(call.sender)  # must come before FINAL, see CancelWatch
             try:
-                self._metrics.publish()
                 if isinstance(end, msg.Failed) and end.reply_lost:
                     return  # a send to a dead orchestrator would wait for ever
-                if call.direct:
-                    self._end_direct(call, end)
-                elif call.acknowledged:
-                    call.sender.send(flags=FINAL)
-                else:  # refused: the reason goes over the link
-                    call.sender.send(pb.InferenceResponse([]), flags=FINAL)
+                send_last(call.sender, self._watch, self._metrics.publish, lambda: self._last(call, end))
             finally:
                 self._hub.post(_Closed(run))
 
         call.lane(job)
 
-    def _end_direct(self, call: Call, end: msg.Finished | msg.Failed) -> None:
+    def _last(self, call: Call, end: msg.Finished | msg.Failed) -> Any:
+        """The last response of a call; None where the orchestrator hears the rest over its link."""
         if isinstance(end, msg.Failed):
-            call.sender.send(error_response(end.error.error()), flags=FINAL)
-            return
+            # to an orchestrator an error goes only as the first response: later ones can get lost (decision 0001)
+            return error_response(end.error.error()) if call.direct or not call.acknowledged else None
+        if not call.direct:
+            return None
         event = wire.Event(
             "end", call.message.request_id, "", self._stage.name, sum(call.index.values()), {},
             "completed", end.reason, end.usage,
         )  # fmt: skip
-        outputs = [tensors.text_output(wire.EVENT, wire.encode_event(event))]
-        call.sender.send(pb.InferenceResponse(outputs), flags=FINAL)
+        return pb.InferenceResponse([tensors.text_output(wire.EVENT, wire.encode_event(event))])
 
     def _answer(self, call: Call, error: OmniError) -> None:
-        """Refuse a call that no worker has."""
-
-        def job() -> None:
-            self._watch.forget(call.sender)
-            call.sender.send(error_response(error), flags=FINAL)
-
-        call.lane(job)
+        """End a call that no worker has with an error."""
+        call.lane(lambda: send_last(call.sender, self._watch, self._metrics.publish, lambda: error_response(error)))
 
     def _on_lost(self) -> None:
         """The worker died: end its calls at once and plan the next start."""
         calls, self._calls = self._calls, {}
         error = StageFailed("the stage's worker died", self._stage.name)
         for call in calls.values():
+            if call.ended:
+                continue  # its FINAL is on its way
             if call.direct or not call.acknowledged:
                 self._answer(call, error)
             else:  # the orchestrator has seen the link close

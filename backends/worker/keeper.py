@@ -33,7 +33,7 @@ class Backoff:
     def died(self, lived_s: float) -> float | None:
         """Seconds to wait after a death, or None to give up."""
         self.deaths = 1 if lived_s >= STEADY_S else self.deaths + 1
-        if self.deaths > GIVE_UP_AFTER:
+        if self.deaths >= GIVE_UP_AFTER:
             return None
         return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self.deaths - 1))
 
@@ -55,6 +55,7 @@ class Keeper:
         self.restarts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.started_s = 0.0
+        self.ready_s: float | None = None
         self.retry_s = 0.0
         self._command = command
         self._backoff = Backoff()
@@ -80,13 +81,19 @@ class Keeper:
                 cwd="/",
             )
         self.started_s = now_s
+        self.ready_s = None
         self.state = "starting" if self.restarts == 0 else "restarting"
         return ours
+
+    def is_ready(self, now_s: float) -> None:
+        """Note that the worker serves; only from now on does its life count as healthy."""
+        self.ready_s = now_s
+        self.state = "ready"
 
     def died(self, now_s: float) -> None:
         """Note the worker's death and plan the next start."""
         self.kill()
-        pause = self._backoff.died(now_s - self.started_s)
+        pause = self._backoff.died(0.0 if self.ready_s is None else now_s - self.ready_s)
         if pause is None:
             self.state = "gave_up"
             log.error("the worker died %d times in a row; giving up", self._backoff.deaths)

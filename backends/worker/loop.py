@@ -229,6 +229,9 @@ class Worker:
                     waiting.peer.release(waiting.chunk)
             except OmniError as error:
                 self._fail(record, error)
+            except Exception as error:  # the engine-loop border: a bug over one input must not end the others
+                log.exception("feed failed: request %s", record.run.request_id)
+                self._fail(record, ErrorInfo.of(error, self.stage.name).error())
 
     def _step(self) -> Sequence[eng.Event]:
         started = self._clock()

@@ -17,7 +17,7 @@ from backends.core.errors import ErrorInfo
 RUN = bytes(range(16))
 FULL = (
     Hello(1, "chat/thinker", "GPU-1"),
-    Open(RUN, "req", b"{}", "/a.sock", ("x", "y"), {"z": "/z.sock"}, ("text",), True, True, 1.5, "00-trace"),
+    Open(RUN, "req", b"{}", "/a.sock", ("x", "y"), {"z": "/z.sock"}, ("text",), True, True, 1.5),
     Stop(RUN),
     Release(RUN),
     Accepted(RUN, "/w.sock"),

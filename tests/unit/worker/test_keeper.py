@@ -23,7 +23,7 @@ TIMEOUT_S = 30.0
 
 def test_pauses_grow_up_to_a_bound_and_then_it_gives_up():
     backoff = Backoff()
-    pauses = [backoff.died(1.0) for _ in range(GIVE_UP_AFTER + 1)]
+    pauses = [backoff.died(1.0) for _ in range(GIVE_UP_AFTER)]  # after so many deaths in a row it gives up
     assert pauses[:2] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S]
     assert pauses[-2] <= LONGEST_PAUSE_S
     assert pauses[-1] is None
