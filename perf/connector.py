@@ -103,7 +103,7 @@ def zmq_producer(address: str, size: int, count: int, pace_s: float) -> None:
     socket.setsockopt(zmq.SNDHWM, 64)
     socket.connect(f"ipc://{address}")
     for _ in range(count):
-        socket.send_multipart([repr(time.monotonic()).encode(), memoryview(data)], copy=size <= PAGE_BYTES)
+        socket.send_multipart([repr(time.monotonic()).encode(), data.data], copy=size <= PAGE_BYTES)
         if pace_s:
             time.sleep(pace_s)
     socket.close(linger=int(1e3 * TIMEOUT_S))

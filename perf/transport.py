@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from perf import connector
@@ -107,19 +108,25 @@ def row(subject: Subject, passage: Passage, orchestrator: str) -> str:
 
 
 def compare(subjects: list[Subject], args: argparse.Namespace) -> None:
-    """Alternate the subjects, print every passage and the ratio of the best ones."""
+    """Alternate the subjects, print every passage and the median ratio of neighbours."""
     print(f"{args.streams} streams x {args.chunks} chunks of {args.bytes} bytes, perf_analyzer as the client\n")
     print("| | wall s | chunks/s | pieces/s | orchestrator CPU ms/piece | CPU us/chunk of the others |")
     print("|---|---|---|---|---|---|")
-    best: dict[str, float] = {}
+    rates: dict[str, list[float]] = {subject.name: [] for subject in subjects}
+    cpu_us: dict[str, list[float]] = {subject.name: [] for subject in subjects}
     for _ in range(args.repeat):
         for subject in subjects:
             passage = load(subject, args.streams, args.chunks)
             print(row(subject, passage, f"{subject.model} stub"), flush=True)
-            best[subject.name] = max(best.get(subject.name, 0.0), passage.chunks_per_s)
+            rates[subject.name].append(passage.chunks_per_s)
+            cpu_us[subject.name].append(1e6 * sum(passage.cpu_s.values()) / passage.chunks)
     if len(subjects) == 2:
-        ours, theirs = subjects
-        print(f"\nbest of {args.repeat}: {best[ours.name] / best[theirs.name]:.2f} of the prototype's chunks/s")
+        ours, theirs = (subject.name for subject in subjects)
+        pairs = [a / b for a, b in zip(rates[ours], rates[theirs], strict=True)]
+        print(
+            f"\n{median(pairs):.2f} of the prototype's chunks/s (median of {len(pairs)} pairs); CPU per chunk in all: "
+        )
+        print(f"{median(cpu_us[ours]):.0f} us, the prototype {median(cpu_us[theirs]):.0f} us (medians)")
 
 
 def main() -> int:
