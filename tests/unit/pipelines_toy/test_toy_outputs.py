@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the toy's stages that loads use."""
+
+from __future__ import annotations
+
+from backends.core.engine import Finished, Output, Run
+from backends.core.generate import GenerateRequest, Sampling
+from backends.pipelines.toy.engines import ToyEngine, tokens
+
+
+def test_only_every_so_many_th_output_goes_to_the_client():
+    engine = ToyEngine("tokens", tokens)
+    request = GenerateRequest(sampling=Sampling(max_tokens=7), stages={"tokens": {"output_every": 3}})
+    engine.open(Run(b"r", "r", request, wanted=frozenset({"text"})))
+    events = []
+    while engine.busy:
+        events += engine.step()
+    assert [e.meta["text"] for e in events if isinstance(e, Output)] == ["w0 ", "w3 ", "w6 "]
+    assert isinstance(events[-1], Finished) and events[-1].usage["completion_tokens"] == 7
