@@ -8,8 +8,9 @@ After them: one end seen per request, every slot free, descriptors and names as 
 from __future__ import annotations
 
 import random
+import socket
 from collections import Counter
-from pathlib import Path
+from urllib.error import URLError
 
 import pytest
 
@@ -81,17 +82,38 @@ def reconcile(before: dict[str, float], after: dict[str, float], requests: int) 
     assert after['omni_requests_waiting{pipeline="toy"}'] == 0
 
 
-@pytest.mark.timeout(300)
-def test_random_lives(tmp_path: Path) -> None:
-    with running_server([TOY_REPOSITORY]) as server:
-        live(server, 400, seed=1, tokens=40, deaths=False)
+def on_a_server(count: int, seed: int, deaths: bool) -> list[Life]:
+    """Live on a bare server; once more if tritonserver itself crashed.
+
+    Seen once in about twenty runs, under heavy load: the 24.10 server process ends in mid-run (its cause is open, see
+    docs/operations.md). Two crashes in a row fail, and a crash is printed with the server's own backtrace.
+    """
+    for attempt in (1, 2):
+        with running_server([TOY_REPOSITORY]) as server:
+            try:
+                return live(server, count, seed, tokens=40, deaths=deaths)
+            except URLError:
+                if attempt == 2 or is_serving(server):
+                    raise
+                print(f"tritonserver crashed:\n{server.log_tail(40)}")
+    raise AssertionError("unreachable")
+
+
+def is_serving(server: RunningServer) -> bool:
+    """True if the server's process still takes connections."""
+    with socket.socket() as trial:
+        return trial.connect_ex(("127.0.0.1", server.http_port)) == 0
 
 
 @pytest.mark.timeout(300)
-def test_random_lives_with_dying_workers(tmp_path: Path) -> None:
-    with running_server([TOY_REPOSITORY]) as server:
-        lives = live(server, 200, seed=2, tokens=40, deaths=True)
-        assert any("the stage's worker died" in life.ends[0] or "raised" in life.ends[0] for life in lives)
+def test_random_lives() -> None:
+    on_a_server(400, seed=1, deaths=False)
+
+
+@pytest.mark.timeout(300)
+def test_random_lives_with_dying_workers() -> None:
+    lives = on_a_server(200, seed=2, deaths=True)
+    assert any("the stage's worker died" in life.ends[0] or "raised" in life.ends[0] for life in lives)
 
 
 @pytest.mark.soak
