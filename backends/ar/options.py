@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+
+from backends.core.hints import nearest_key
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=1)]
@@ -83,11 +84,7 @@ def read_options(options: Mapping[str, Any], stage: str) -> ArOptions:
 
 
 def _hint(message: str) -> str:
-    if "unknown field" not in message:
-        return ""
-    known = {*ArOptions.__struct_fields__, *SamplingDefaults.__struct_fields__}
-    near = difflib.get_close_matches(message.split("`")[1], sorted(known), n=1)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    return nearest_key(message, (*ArOptions.__struct_fields__, *SamplingDefaults.__struct_fields__))
 
 
 def checkpoint(options: ArOptions, models_dir: str) -> str:

@@ -7,13 +7,14 @@ defaults are here. Times in seconds, 0 disables a deadline.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+
+from backends.core.hints import nearest_key
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -100,11 +101,8 @@ def convert(values: Any, kind: type[T], place: str, strict: bool = True) -> T:
 
 
 def _hint(message: str, kind: type[msgspec.Struct]) -> str:
-    if "unknown field" not in message:
-        return ""
-    known = {name for struct in (kind, OrchestratorDeploy, StageDeploy) for name in struct.__struct_fields__}
-    near = difflib.get_close_matches(message.split("`")[1], sorted(known), n=1)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    known = (name for struct in (kind, OrchestratorDeploy, StageDeploy) for name in struct.__struct_fields__)
+    return nearest_key(message, known)
 
 
 # --- config.pbtxt parameters ------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ works, and the engine calls it again, with the deploy file's limits.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -16,6 +15,7 @@ import msgspec
 
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest
+from backends.core.hints import nearest_key
 
 MAX_SEED = 2**63 - 1
 MAX_PROMPT_CHARS = 32_000
@@ -91,11 +91,8 @@ def read_options(options: Mapping[str, Any], stage: str) -> DiffusionOptions:
 
 
 def _hint(message: str) -> str:
-    if "unknown field" not in message:
-        return ""
-    known = {*DiffusionOptions.__struct_fields__, *Limits.__struct_fields__, *Defaults.__struct_fields__}
-    near = difflib.get_close_matches(message.split("`")[1], sorted(known), n=1)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    known = (*DiffusionOptions.__struct_fields__, *Limits.__struct_fields__, *Defaults.__struct_fields__)
+    return nearest_key(message, known)
 
 
 # --- a request ------------------------------------------------------------------------------------------------
@@ -186,8 +183,7 @@ def _options(given: Mapping[str, Any], stage: str) -> ImageOptions:
         name = path.rstrip("`")
         if not name and "unknown field" in message:
             name = message.split("`")[1]
-            near = difflib.get_close_matches(name, ImageOptions.__struct_fields__, n=1)
-            message += f"; did you mean '{near[0]}'?" if near else ""
+            message += nearest_key(message, ImageOptions.__struct_fields__)
         raise BadRequest(message, f"stages.{stage}.{name}" if name else f"stages.{stage}") from None
 
 

@@ -21,6 +21,7 @@ from backends.control.hub import Hub
 from backends.control.records import InstanceRecord, read_records, remove_record, write_record
 from backends.core.errors import BadRequest, Internal, OmniError
 from backends.core.ids import new_request_id
+from backends.orchestrator.check import MEDIA
 from backends.orchestrator.driver import Orchestrator
 from backends.orchestrator.live import Arrival
 from backends.orchestrator.ports import Piece
@@ -33,8 +34,6 @@ from backends.triton.replies import error_response, read_request, send_last
 from backends.triton.senders import CancelWatch, Senders
 
 log = logging.getLogger("triton_omni.triton")
-
-MEDIA = (wire.AUDIO, wire.IMAGE, wire.VIDEO)
 
 
 class TritonPythonModel:
