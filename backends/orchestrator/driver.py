@@ -115,20 +115,24 @@ class Orchestrator:
     def turn(self, timeout_s: float = TICK_S) -> None:
         """One turn: take what came in, start what may start, look at the clock."""
         self._inbox.extend(self.hub.poll(0.0 if self._inbox else timeout_s))
-        while self._inbox:  # kept over a turn that an exception ends: one item's trouble must not lose the others
-            peer, item = self._inbox.popleft()
-            if peer is None:
-                self._on_posted(item)
-            else:
-                self._on_item(peer, item)
+        with self.hub.joined():
+            while self._inbox:  # kept over a turn that an exception ends: one item's trouble must not lose the others
+                peer, item = self._inbox.popleft()
+                if peer is None:
+                    self._on_posted(item)
+                else:
+                    self._on_item(peer, item)
+            self._admit()
+            now = self._clock()
+            if now >= self._next_tick:
+                self._next_tick = now + TICK_S
+                self._check_deadlines(now)
+
+    def _admit(self) -> None:
         for live in self.admission.admit():
             live.admitted_s = live.heard_s = self._clock()
             self.metrics.queue_s.observe(live.admitted_s - live.arrived_s)
             self._apply(live, life.Started())
-        now = self._clock()
-        if now >= self._next_tick:
-            self._next_tick = now + TICK_S
-            self._check_deadlines(now)
 
     def _on_posted(self, item: object) -> None:
         match item:
