@@ -45,7 +45,7 @@ def _cost(model: Model, count: int) -> float:
     batch = [_drawing(model) for _ in range(count)]
     for drawing in batch:
         model.prepare(drawing)
-    return min(_timed(lambda: model.executor.predict(batch), model.device) for _ in range(TRIES))
+    return min(_timed(lambda: model.forward.predict(batch), model.device) for _ in range(TRIES))
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:

@@ -17,8 +17,8 @@ from backends.core.errors import BadRequest, Internal, StageFailed
 from backends.core.pipeline import EngineContext
 from backends.diffusion.calibrate import measured_budget
 from backends.diffusion.drawing import Drawing
-from backends.diffusion.executors import Prediction
 from backends.diffusion.fairness import choose
+from backends.diffusion.forward import Prediction
 from backends.diffusion.model import Model, find_model
 from backends.diffusion.options import MAX_SEED, Wish, read_options, read_wish
 from backends.diffusion.packed import Packed
@@ -104,10 +104,12 @@ class DiffusionEngine:
         """Decode what is due: finished pictures first, then previews."""
         if not self._decodes:
             return
-        job = next((d for d in self._decodes if d.partial is None), self._decodes[0])
-        self._decodes.remove(job)
-        drawing = job.drawing
-        latents = job.latents[job.index :] if self.options.batching == "seq" else job.latents[job.index :][:1]
+        decode = next((d for d in self._decodes if d.partial is None), self._decodes[0])
+        self._decodes.remove(decode)
+        drawing = decode.drawing
+        latents = (
+            decode.latents[decode.index :] if self.options.batching == "seq" else decode.latents[decode.index :][:1]
+        )
         if not bool(torch.isfinite(latents).all()):
             self._fail(drawing, "the model produced numbers that are not finite", events)
             return
@@ -118,11 +120,11 @@ class DiffusionEngine:
             self._fail(drawing, f"decoding failed: {error}", events)
             return
         for picture in pictures:
-            events.append(Output(drawing.run, "image", (Tensor.of("image", picture),), _meta(job)))
-            job.index += 1
-        if job.index < len(job.latents):
-            self._decodes.append(job)
-        elif job.partial is None:
+            events.append(Output(drawing.run, "image", (Tensor.of("image", picture),), _meta(decode)))
+            decode.index += 1
+        if decode.index < len(decode.latents):
+            self._decodes.append(decode)
+        elif decode.partial is None:
             self._drop(drawing)
             events.append(Finished(drawing.run, "stop", _usage(drawing)))
 
@@ -168,7 +170,7 @@ class DiffusionEngine:
     def _predict(self, batch: list[Drawing], events: list[Event]) -> list[tuple[Drawing, Prediction]]:
         """The batch's predictions; if the forward fails, each drawing's own, and only the culprits fail."""
         try:
-            found = self.model.executor.predict(batch)
+            found = self.model.forward.predict(batch)
             self._count(batch)
             return list(zip(batch, found, strict=True))
         except COMPUTE_ERRORS as error:
@@ -210,8 +212,8 @@ class DiffusionEngine:
         self._decodes = [d for d in self._decodes if d.drawing is not drawing or d.partial is None]
 
     def _forget(self) -> None:
-        if isinstance(self.model.executor, Packed):
-            self.model.executor.forget()
+        if isinstance(self.model.forward, Packed):
+            self.model.forward.forget()
 
 
 def _due_previews(wish: Wish) -> list[int]:
@@ -220,15 +222,15 @@ def _due_previews(wish: Wish) -> list[int]:
     return sorted({max(1, wish.steps * k // parts) for k in range(1, parts)} - {wish.steps})
 
 
-def _meta(job: Decode) -> dict[str, Any]:
+def _meta(decode: Decode) -> dict[str, Any]:
     """Facts about a picture."""
-    drawing = job.drawing
+    drawing = decode.drawing
     meta: dict[str, Any] = {
-        "index": job.index, "partial": job.partial is not None, "step": job.step, "steps": drawing.wish.steps,
+        "index": decode.index, "partial": decode.partial is not None, "step": decode.step, "steps": drawing.wish.steps,
         "seed": drawing.seed, "cfg_applied": drawing.wish.has_guidance,
     }  # fmt: skip
-    if job.partial is not None:
-        meta["partial_image_index"] = job.partial
+    if decode.partial is not None:
+        meta["partial_image_index"] = decode.partial
     if drawing.wish.guidance_scale is not None:
         meta["guidance_scale_applied"] = False
     return meta

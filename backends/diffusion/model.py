@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from backends.diffusion.drawing import Drawing
-from backends.diffusion.executors import Executor, OneByOne, Padded, Prediction
+from backends.diffusion.forward import Forward, OneByOne, Padded, Prediction
 from backends.diffusion.options import SIZE_MULTIPLE, DiffusionOptions, OptionsError
 from backends.diffusion.packed import Packed, lacks
 from backends.diffusion.text import PromptEncoder
@@ -56,9 +56,9 @@ class Model:
         self.text = PromptEncoder(pipe, self.device, options.text_cache)
         as_stock = options.batching == "seq" or options.vae_tiling
         self._decoder = stock_decoder(pipe.vae, options.vae_tiling) if as_stock else one_frame_decoder(pipe.vae)
-        self.executor = self._executor()
+        self.forward = self._forward()
 
-    def _executor(self) -> Executor:
+    def _forward(self) -> Forward:
         transformer = self.pipe.transformer
         if self.options.batching == "seq":
             return OneByOne(transformer)

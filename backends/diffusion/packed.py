@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from backends.diffusion.drawing import Drawing
-from backends.diffusion.executors import Prediction, Row, regroup, rows_of
+from backends.diffusion.forward import Prediction, Row, regroup, rows_of
 from backends.diffusion.upstream import apply_rotary_emb_qwen
 
 MIN_ROWS_PER_THREAD = 8  # a thread that gets fewer than 4 rows of a product takes another kernel; measured, doubled

@@ -9,7 +9,7 @@ from backends.diffusion.fairness import choose
 
 
 @dataclass(eq=False)
-class Job:
+class Plain:
     tokens: int
     steps_left: int
     came_at: int = 0
@@ -21,50 +21,50 @@ class Job:
 
 
 class Device:
-    """Steps the chosen jobs and counts tokens, as the engine does."""
+    """Steps the chosen claims and counts tokens, as the engine does."""
 
     def __init__(self, budget: int) -> None:
         self.budget, self.now, self.steps = budget, 0, 0
-        self.jobs: list[Job] = []
+        self.claims: list[Plain] = []
 
-    def add(self, tokens: int, steps: int) -> Job:
-        job = Job(tokens, steps, self.now)
-        self.jobs.append(job)
-        return job
+    def add(self, tokens: int, steps: int) -> Plain:
+        claim = Plain(tokens, steps, self.now)
+        self.claims.append(claim)
+        return claim
 
-    def step(self) -> list[Job]:
-        chosen = choose(self.jobs, self.now, self.budget)
+    def step(self) -> list[Plain]:
+        chosen = choose(self.claims, self.now, self.budget)
         self.steps += 1
-        for job in chosen:
-            self.now += job.tokens
-            job.steps_left -= 1
-            job.steps_seen.append(self.steps)
-        self.jobs = [j for j in self.jobs if j.steps_left]
+        for claim in chosen:
+            self.now += claim.tokens
+            claim.steps_left -= 1
+            claim.steps_seen.append(self.steps)
+        self.claims = [c for c in self.claims if c.steps_left]
         return chosen
 
 
 def test_a_step_holds_what_fits_and_never_nothing() -> None:
     device = Device(100)
-    jobs = [device.add(25, 3) for _ in range(5)]
-    assert device.step() == jobs[:4]
-    huge = Job(5000, 1)
+    claims = [device.add(25, 3) for _ in range(5)]
+    assert device.step() == claims[:4]
+    huge = Plain(5000, 1)
     assert choose([huge], 0, 100) == [huge]
     assert choose([], 0, 100) == []
 
 
 def test_equal_jobs_finish_in_order_of_arrival() -> None:
     device = Device(100)
-    jobs = [device.add(25, 5) for _ in range(9)]
-    while device.jobs:
+    claims = [device.add(25, 5) for _ in range(9)]
+    while device.claims:
         device.step()
-    assert [j.steps_seen[-1] for j in jobs] == [5, 5, 5, 5, 10, 10, 10, 10, 15]
+    assert [c.steps_seen[-1] for c in claims] == [5, 5, 5, 5, 10, 10, 10, 10, 15]
 
 
 def test_large_runs_never_share_a_step_and_small_ones_ride_along() -> None:
     device = Device(100)
     first, second, small = device.add(40, 3), device.add(40, 3), device.add(20, 3)
     assert device.step() == [first, small]
-    while device.jobs:
+    while device.claims:
         device.step()
     assert not set(first.steps_seen) & set(second.steps_seen)
     assert small.steps_seen[-1] <= 3 < second.steps_seen[-1]
@@ -88,7 +88,7 @@ def test_a_stream_of_small_jobs_does_not_starve_a_large_one() -> None:
     large = device.add(8000, 20)
     work_of_small = 0
     while large.steps_left:
-        while sum(j.tokens for j in device.jobs if j is not large) < 512:  # small ones always fill the step
+        while sum(c.tokens for c in device.claims if c is not large) < 512:  # small ones always fill the step
             device.add(66, 12)
         before = device.now
         if large not in device.step():

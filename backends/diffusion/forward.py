@@ -24,7 +24,7 @@ class Prediction(NamedTuple):
     negative: torch.Tensor | None
 
 
-class Executor(Protocol):
+class Forward(Protocol):
     """One evaluation of the transformer for many drawings."""
 
     def predict(self, drawings: Sequence[Drawing]) -> list[Prediction]: ...
