@@ -255,6 +255,7 @@ class Orchestrator:
         peer, chunk = item
         live.first_s.setdefault(output, live.heard_s)
         self.metrics.sent(output, index, live.heard_s - live.arrived_s)
+        live.count(output, chunk)
         nbytes = chunk.nbytes
         live.waiting += nbytes
         if live.collected is not None:
@@ -363,7 +364,7 @@ class Orchestrator:
         self.metrics.ended(end, now - live.arrived_s)
         if end.outcome is life.Outcome.FAILED:
             error = end.error or Internal("failed without a reason")
-            log.warning("request %s failed: %s", live.arrival.request_id, error.line())
+            log.warning("request %s failed after %s: %s", live.arrival.request_id, live.usage(end), error.line())
             live.arrival.front.fail(error)
             return
         try:

@@ -11,7 +11,7 @@ from backends.control.hub import Peer
 from backends.core.chunk import Chunk, Tensor, TensorSpec
 from backends.core.errors import DeadlineExceeded
 from backends.core.generate import GenerateRequest
-from backends.core.request import End, Request
+from backends.core.request import End, Outcome, Request
 from backends.orchestrator.ports import Front, Piece
 from backends.wire import Event
 
@@ -91,6 +91,7 @@ class Live:
     handles    stage → the opener's handle, once opened
     closing    stages whose run ended before their handle was known: stage → lost
     waiting    bytes of output not yet taken by Triton
+    delivered  usage counts of what was sent, for a request that is cut short
     """
 
     run: bytes
@@ -108,6 +109,19 @@ class Live:
     closing: dict[str, bool] = field(default_factory=dict[str, bool])
     collected: Collected | None = None
     waiting: int = 0
+    delivered: dict[str, float] = field(default_factory=dict[str, float])
+
+    def count(self, output: str, chunk: Chunk) -> None:
+        """Add a piece that is sent to what was delivered."""
+        if output == "text" and "token_ids" in chunk.meta:
+            name, more = "completion_tokens", len(chunk.meta["token_ids"])
+        elif output == "audio":
+            name, more = "audio_samples", sum(tensor.spec.shape[0] for tensor in chunk.tensors)
+        elif output == "image" and not chunk.meta.get("partial"):
+            name, more = "images", len(chunk.tensors)
+        else:
+            return
+        self.delivered[name] = self.delivered.get(name, 0) + more
 
     def expired(self, now_s: float) -> DeadlineExceeded | None:
         """The deadline that has passed, if any."""
@@ -131,6 +145,10 @@ class Live:
         producers_first = reversed(list(self.machine.runs))
         return next((s for s in producers_first if s in self.machine.open_runs), self.machine.final_output)
 
+    def usage(self, end: End) -> dict[str, float]:
+        """What the stages counted; of a request cut short, what was delivered of the outputs still in work."""
+        return dict(end.usage) if end.outcome is Outcome.COMPLETED else self.delivered | end.usage
+
     def end_piece(self, end: End, now_s: float) -> Piece:
         """The last response, with the whole output if the client does not stream."""
         timings = {f"first_{name}_s": at - self.arrived_s for name, at in self.first_s.items()}
@@ -145,6 +163,6 @@ class Live:
                 meta |= self.collected.metas[name] | {f"{name}_pieces": len(self.collected.tensors[name])}
         event = Event(
             "end", self.arrival.request_id, end.output, end.stage, sum(self.machine.emitted.values()), meta,
-            end.outcome.value, end.finish_reason, end.usage, {k: round(v, 6) for k, v in timings.items()},
+            end.outcome.value, end.finish_reason, self.usage(end), {k: round(v, 6) for k, v in timings.items()},
         )  # fmt: skip
         return Piece(event, text, tensors)

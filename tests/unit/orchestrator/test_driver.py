@@ -385,6 +385,21 @@ def test_abort_by_id_ends_all_of_that_id_once(play):
     assert s.orchestrator.metrics.requests["cancelled"] == 3
 
 
+def test_an_abort_reports_what_was_delivered(play):
+    s = play()
+    client, run = speaking(s)
+    s.stages["tokens"].put(run, "text", 0, text="ab", token_ids=[5, 6])
+    s.stages["wave"].put(run, "audio", 0, sound(20_000, 1))
+    s.turn()
+    s.stages["tokens"].link.send(msg.Finished(run, "stop", {"prompt_tokens": 3, "completion_tokens": 2}))
+    s.stages["wave"].put(run, "audio", 1, sound(500, 1))
+    s.turn()
+    abort(s, "req")
+    assert client.ended.event.usage == {"prompt_tokens": 3, "completion_tokens": 2, "audio_samples": 20_500}
+    assert client.ended.event.index == 3
+    end_all(s, run)
+
+
 def test_what_comes_after_an_abort_is_given_back_and_not_sent(play):
     s = play()
     client, run = speaking(s)
