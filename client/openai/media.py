@@ -69,10 +69,10 @@ def decode_picture(data: bytes, param: str) -> np.ndarray:
                 raise invalid(param, f"A picture may have {MAX_PIXELS} pixels.", "invalid_image")
             upright = ImageOps.exif_transpose(picture)
             return np.asarray(upright.convert("RGB"))
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise invalid(
-            param, f"The data is no picture ({', '.join(PICTURE_FORMATS)}): {error}", "invalid_image"
-        ) from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        # Pillow's words for data of no known format are the address of our buffer
+        why = "" if isinstance(error, UnidentifiedImageError) else f": {error}"
+        raise invalid(param, f"The data is no picture ({', '.join(PICTURE_FORMATS)}){why}", "invalid_image") from None
 
 
 def _too_long(param: str) -> ApiError:

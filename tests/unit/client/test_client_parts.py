@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +12,14 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from backends import wire
 from client import failures
 from client.openai import audio as coding
 from client.openai import fetch as fetching
 from client.openai.errors import ApiError
+from client.openai.media import decode_picture
 from client.openai.transcripts import Transcripts
 from client.pieces import inputs_of
 from tests.kit.fake_backend import sine
@@ -156,3 +159,17 @@ def test_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
             fetch(f"{root}/good", allowed=False)
     with pytest.raises(ApiError, match="could not be read"):
         fetch("http://127.0.0.1:1/")
+
+
+def test_an_error_about_a_picture_does_not_show_where_the_server_keeps_it() -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_picture(b"no picture at all", "image")
+    assert caught.value.message == "The data is no picture (PNG, JPEG, WEBP, GIF)"
+    with pytest.raises(ApiError, match="truncated"):
+        decode_picture(png_of(40)[:-60], "image")
+
+
+def png_of(side: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (side, side, 3), np.uint8)).save(file, "png")
+    return file.getvalue()
