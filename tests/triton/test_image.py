@@ -14,8 +14,9 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from backends.pipelines.image import digits_data as data
-from tests.kit.calls import generate, idle
-from tests.kit.server import REPO, RunningServer, running_server, wait_for
+from tests.kit.calls import generate, health, idle
+from tests.kit.load import body
+from tests.kit.server import REPO, TOY_REPOSITORY, RunningServer, running_server, wait_for
 
 pytestmark = [pytest.mark.triton, pytest.mark.models, pytest.mark.timeout(600)]
 
@@ -24,7 +25,7 @@ ANSWER_S = 120.0
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server([REPO / "model_repository" / "image"]) as running:
+    with running_server([REPO / "model_repository" / "image", TOY_REPOSITORY]) as running:
         yield running
 
 
@@ -43,15 +44,17 @@ class Stream:
         self._client.start_stream(lambda result, error: self._answers.put((result, error)))
 
     def ask(self, request_id: str, prompt: str, **options: Any) -> None:
-        body = {"operation": "image", "input": prompt, "stages": {"denoiser": options}}
+        self.send("image", request_id, {"operation": "image", "input": prompt, "stages": {"denoiser": options}})
+
+    def send(self, model: str, request_id: str, request: dict[str, Any]) -> None:
         tensor = grpcclient.InferInput("request", [1], "BYTES")
-        tensor.set_data_from_numpy(np.array([json.dumps(body).encode()], object))
-        self._client.async_stream_infer("image", [tensor], request_id=request_id)
+        tensor.set_data_from_numpy(np.array([json.dumps(request).encode()], object))
+        self._client.async_stream_infer(model, [tensor], request_id=request_id)
 
     def next(self) -> tuple[dict[str, Any], Any]:
         """The next event, and the picture if it carries one."""
         result, error = self._answers.get(timeout=ANSWER_S)
-        assert error is None, error
+        assert error is None, error.message()
         event = json.loads(result.as_numpy("event")[0])
         return event, result.as_numpy("image") if event["type"] == "image" else None
 
@@ -134,3 +137,21 @@ def test_a_client_that_leaves_frees_its_place(server: RunningServer) -> None:
     assert leaving.next()[0]["type"] == "progress"
     leaving.close()
     wait_for(lambda: idle(server, "image"), 10.0, "the run is stopped")
+
+
+def test_a_flood_of_one_pipeline_leaves_another_alone(server: RunningServer, stream: Stream) -> None:
+    flood = Stream(server)
+    held = 64 + 256  # the toy's live limit and its queue
+    for _ in range(held + 40):
+        flood.send("toy", "flood", body(2, ("text",), tokens={"hold_after": 0}))
+    for _ in range(40):
+        with pytest.raises(AssertionError, match="too_busy:queue"):
+            flood.next()
+    stream.ask("one", "a red 7 on a yellow background")
+    assert stream.until_end()[-1][0]["outcome"] == "completed"
+    assert (health(server)["live"], health(server)["queued"]) == (64, 256), "the flood still stands"
+    flood.send("toy", "", {"operation": "abort", "target": "flood"})
+    ends = [flood.next()[0] for _ in range(held + 1)]
+    assert sum(end["outcome"] == "cancelled" for end in ends) == held
+    flood.close()
+    wait_for(lambda: idle(server), 10, "every slot of the toy free")
