@@ -9,8 +9,8 @@ from backends.config.schema import ConfigError, Deploy, convert
 from backends.core.pipeline import Pipeline
 
 
-def load_deploy(path: Path, pipeline: Pipeline) -> Deploy:
-    """The deploy file at `path`; raises ConfigError naming file and key."""
+def read_deploy(path: Path) -> Deploy:
+    """The deploy file at `path`, whatever pipeline it is for; raises ConfigError naming file and key."""
     import yaml
 
     try:
@@ -20,7 +20,12 @@ def load_deploy(path: Path, pipeline: Pipeline) -> Deploy:
     if isinstance(values, dict) and isinstance(values.setdefault("stages", {}), dict):
         # `tokens:` with nothing behind it means all defaults
         values["stages"] = {name: {} if stage is None else stage for name, stage in values["stages"].items()}
-    deploy = convert(values, Deploy, path.name)
+    return convert(values, Deploy, path.name)
+
+
+def load_deploy(path: Path, pipeline: Pipeline) -> Deploy:
+    """The deploy file at `path` for `pipeline`; raises ConfigError naming file and key."""
+    deploy = read_deploy(path)
     if deploy.pipeline != pipeline.name:
         raise ConfigError(f"{path.name}: it is for pipeline '{deploy.pipeline}', not '{pipeline.name}'")
     names = {s.name for s in pipeline.stages}

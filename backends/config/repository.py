@@ -14,7 +14,7 @@ from pathlib import Path
 
 import backends
 from backends import wire
-from backends.config.load import load_deploy
+from backends.config.load import load_deploy, read_deploy
 from backends.config.schema import Deploy, StageDeploy, to_parameters
 from backends.core.chunk import TensorSpec
 from backends.core.pipeline import Pipeline, Stage
@@ -81,8 +81,14 @@ def repository_files(pipeline: Pipeline, deploy: Deploy) -> dict[str, str]:
 
 
 def _instances(deploy: StageDeploy) -> str:
+    """One group of instances per GPU, so that every instance has a name of its own; per several of KIND_MODEL."""
     kind = {"cpu": "KIND_CPU", "cuda": "KIND_GPU", "auto": "KIND_AUTO"}[deploy.device]
-    return f"instance_group [{{ kind: {kind} count: {deploy.instances} }}]"
+    placed = [f"kind: {kind}"]
+    if deploy.gpus_per_instance > 1:
+        placed = ["kind: KIND_MODEL"] * len(deploy.gpu_groups)
+    elif deploy.gpus:
+        placed = [f"kind: KIND_GPU gpus: [ {gpu} ]" for gpu in deploy.gpus]
+    return "instance_group [" + ", ".join(f"{{ {place} count: {deploy.instances} }}" for place in placed) + "]"
 
 
 def _config(
@@ -119,10 +125,9 @@ def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def pipeline_folders() -> list[Path]:
-    """Folders of pipelines that can be deployed."""
-    root = Path(backends.__file__).parent / "pipelines"
-    return sorted(path.parent for path in root.glob("*/deploy.yaml"))
+def deploy_files(pipeline: str = "*") -> list[Path]:
+    """The deploy.yaml of every pipeline, or of one."""
+    return sorted((Path(backends.__file__).parent / "pipelines").glob(f"{pipeline}/deploy.yaml"))
 
 
 def main() -> int:
@@ -130,14 +135,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     root = Path(backends.__file__).resolve().parents[1] / "model_repository"
     parser.add_argument("--out", type=Path, default=root)
-    parser.add_argument("--deploy", type=Path, help="another deploy.yaml, for one pipeline")
-    parser.add_argument("--pipeline", help="only this pipeline")
+    parser.add_argument("--deploy", type=Path, help="another deploy file; writes the pipeline it is for")
+    parser.add_argument("--pipeline", default="*", help="only this pipeline")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    stale: list[str] = []
-    for folder in pipeline_folders():
-        if args.pipeline in (None, folder.name):
-            stale += write(folder, args.out, args.deploy or folder / "deploy.yaml", args.check)
+    files = [args.deploy] if args.deploy else deploy_files(args.pipeline)
+    stale = [name for file in files for name in write(args.out, file, args.check)]
     if stale and args.check:
         sys.stderr.write("not fresh, run `make repository`:\n  " + "\n  ".join(stale) + "\n")
         return 1
@@ -145,11 +148,11 @@ def main() -> int:
     return 0
 
 
-def write(folder: Path, out: Path, deploy_file: Path, check: bool = False) -> list[str]:
-    """Write one pipeline's repository; returns the files that differed (`check`: and writes none)."""
+def write(out: Path, deploy_file: Path, check: bool = False) -> list[str]:
+    """Write the repository of a deploy file's pipeline; returns the files that differed (`check`: and writes none)."""
     from backends.pipelines import load
 
-    pipeline = load(folder.name)
+    pipeline = load(read_deploy(deploy_file).pipeline)
     files = repository_files(pipeline, load_deploy(deploy_file, pipeline))
     target = out / pipeline.name
     stale: list[str] = []

@@ -61,15 +61,19 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One stage on this machine.
 
-    instances        Triton instances, each with a worker of its own
-    device           "cpu", "cuda" (one GPU per instance, chosen by Triton) or "auto" (cuda where there is one)
-    start_timeout_s  how long loading the engine may take
-    hang_s           a worker without a sign of life for so long is killed and restarted
-    engine           options of the stage's engine; the engine knows its own keys
+    instances          Triton instances per GPU (or group of GPUs), each with a worker of its own
+    device             "cpu", "cuda" or "auto" (cuda where there is a GPU)
+    gpus               GPUs to use, by the server's numbers; empty: all of them
+    gpus_per_instance  so many of `gpus`, in order, belong to one instance, for engines that spread a model
+    start_timeout_s    how long loading the engine may take
+    hang_s             a worker without a sign of life for so long is killed and restarted
+    engine             options of the stage's engine; the engine knows its own keys
     """
 
     instances: Count = 1
     device: str = "auto"
+    gpus: list[Annotated[int, msgspec.Meta(ge=0)]] = []
+    gpus_per_instance: Count = 1
     start_timeout_s: Seconds = 900.0
     hang_s: Seconds = 120.0
     engine: dict[str, Any] = {}
@@ -79,6 +83,18 @@ class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _check_finite("hang_s", self.hang_s)
         if self.device not in ("cpu", "cuda", "auto"):
             raise ValueError(f"device must be cpu, cuda or auto, not '{self.device}'")
+        if len(set(self.gpus)) != len(self.gpus):
+            raise ValueError(f"gpus names a GPU twice: {self.gpus}")
+        if self.gpus and self.device == "cpu":
+            raise ValueError("gpus cannot be used with device cpu")
+        if len(self.gpus) % self.gpus_per_instance or (self.gpus_per_instance > 1 and not self.gpus):
+            raise ValueError(f"gpus must name a multiple of gpus_per_instance ({self.gpus_per_instance}): {self.gpus}")
+
+    @property
+    def gpu_groups(self) -> list[list[int]]:
+        """The GPUs of each group of instances."""
+        size = self.gpus_per_instance
+        return [self.gpus[i : i + size] for i in range(0, len(self.gpus), size)]
 
 
 class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,8 +126,11 @@ def to_parameters(deploy: OrchestratorDeploy | StageDeploy) -> dict[str, str]:
     """A deploy section as flat text parameters; engine options become `engine.<key>` with a JSON value."""
     values = msgspec.to_builtins(deploy)
     engine = values.pop("engine", {})
-    for said_by_instance_group in ("instances", "device"):
-        values.pop(said_by_instance_group, None)
+    said_by_instance_group = ["instances", "device"]
+    if values.get("gpus_per_instance", 1) == 1:
+        said_by_instance_group += ["gpus", "gpus_per_instance"]
+    for name in said_by_instance_group:
+        values.pop(name, None)
     flat = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
     return flat | {f"engine.{key}": json.dumps(value) for key, value in engine.items()}
 
@@ -124,7 +143,7 @@ def from_parameters(parameters: Mapping[str, str], kind: type[T], place: str) ->
         if group == "engine" and name:
             values.setdefault("engine", {})[name] = _json(text, f"{place}: {key}")
         else:
-            values[key] = text
+            values[key] = _json(text, f"{place}: {key}") if text.startswith("[") else text
     return convert(values, kind, place, strict=False)
 
 

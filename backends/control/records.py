@@ -21,7 +21,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A model instance. `pid` and `start_time` are the stub's; `worker_pid` is 0 for an orchestrator."""
 
     model: str
-    instance: int
+    instance: str
     role: Literal["stage", "orchestrator"]
     pid: int
     start_time: int
@@ -34,7 +34,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
 
-def record_path(run_dir: Path, model: str, instance: int) -> Path:
+def record_path(run_dir: Path, model: str, instance: str) -> Path:
     return run_dir / f"{model}#{instance}.json"
 
 
@@ -46,7 +46,7 @@ def write_record(run_dir: Path, record: InstanceRecord) -> None:
     fresh.replace(path)
 
 
-def remove_record(run_dir: Path, model: str, instance: int) -> None:
+def remove_record(run_dir: Path, model: str, instance: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         record_path(run_dir, model, instance).unlink()
 

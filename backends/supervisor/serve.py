@@ -10,11 +10,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from backends.config.repository import write
+from backends.config.schema import ConfigError
 from backends.supervisor import rundir
 from backends.supervisor.home import REPO, Home, find_home
 from backends.supervisor.launch import LOCAL, Launch, Ports, check_ports, free_ports
 from backends.supervisor.locate import ENGINE_PYTHON_VARIABLE, Server, find_server
 from backends.supervisor.problem import Problem
+from backends.supervisor.rundir import RunDir
 from backends.supervisor.stamps import Say
 from backends.supervisor.watch import Bounds, Watch
 
@@ -30,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `serve`."""
     add = parser.add_argument
     add("--repository", action="append", type=Path, default=[], help="model repository; may be given several times")
+    add("--deploy", action="append", type=Path, default=[], help="deploy file; its pipeline is served as it says")
     add("--host", default=LOCAL, help="address to listen on (in a container: 0.0.0.0)")
     add("--http-port", type=int, default=Ports.http)
     add("--grpc-port", type=int, default=Ports.grpc)
@@ -43,6 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stage-silent-s", type=float, default=Bounds.stage_silent_s, help="the same for a stage's worker")
     add("--info-file", type=Path, help="gets addresses and pids as JSON once all is ready")
     add("flags", nargs="*", help="after --: more flags for tritonserver")
+
+
+def written(deploy_files: list[Path], run_dir: RunDir) -> list[Path]:
+    """Model repositories made of deploy files, in the run's folder. Raises Problem for a file that cannot be used."""
+    out = run_dir.path / "model_repository"
+    for file in deploy_files:
+        try:
+            write(out, file)
+        except (ConfigError, LookupError) as error:
+            run_dir.remove()
+            raise Problem(str(error), f"correct {file}; docs/operations.md explains the keys") from None
+    return sorted(out.glob("*"))
 
 
 def repositories(given: list[Path]) -> list[Path]:
@@ -105,10 +121,11 @@ def serve(options: argparse.Namespace, say: Say) -> int:
 
     home = find_home()
     server: Server = find_server(home)
-    paths = repositories(options.repository)
+    paths = repositories(options.repository) if options.repository or not options.deploy else []
     ports = ports_of(options)
     rundir.sweep(say)
     run_dir = rundir.make()
+    paths += written(options.deploy, run_dir)
     launch = Launch(
         server, paths, ports, run_dir,
         host=options.host, key=secrets.token_hex(16), exit_timeout_s=options.exit_timeout_s, flags=options.flags,

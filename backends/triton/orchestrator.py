@@ -30,6 +30,7 @@ from backends.triton import tensors
 from backends.triton.bls import BlsOpener
 from backends.triton.logs import use_triton_log
 from backends.triton.metrics import OrchestratorMetrics
+from backends.triton.placement import instance_id
 from backends.triton.replies import error_response, read_request, send_last
 from backends.triton.senders import CancelWatch, Senders
 
@@ -48,7 +49,7 @@ class TritonPythonModel:
         self._pipeline = load(given.pop("pipeline"))
         self._deploy = from_parameters(given, OrchestratorDeploy, f"model {name}")
         self._run_dir = paths.run_dir(os.getppid())
-        self._instance = int(args["model_instance_name"].rpartition("_")[2])
+        self._instance = instance_id(args)
         self._model = name
         self._hub = Hub(f"{self._pipeline.name}/", self._run_dir / f"{name}_{self._instance}.{os.getpid()}.sock")
         self.senders = Senders()

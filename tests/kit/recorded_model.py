@@ -27,7 +27,7 @@ class TritonPythonModel:
         hub = Hub(name, folder / f"{name}.sock")
         threading.Thread(target=answer, args=(hub, folder / f"{name}.mute"), daemon=True).start()
         write_record(folder, InstanceRecord(
-            model=name, instance=0, role=parameters["role"]["string_value"], pid=os.getpid(),
+            model=name, instance="0_0", role=parameters["role"]["string_value"], pid=os.getpid(),
             start_time=start_time(os.getpid()), address=hub.address, state="ready",
         ))
 

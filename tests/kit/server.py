@@ -73,12 +73,12 @@ class RunningServer:
         """The instance records: stub pids, worker pids, addresses."""
         return read_records(self.run_dir)
 
-    def instance(self, model: str, number: int = 0) -> InstanceRecord:
+    def instance(self, model: str, instance: str = "0_0") -> InstanceRecord:
         """One instance's record now; LookupError while it has none (in a reload)."""
         for record in self.instances():
-            if (record.model, record.instance) == (model, number):
+            if (record.model, record.instance) == (model, instance):
                 return record
-        raise LookupError(f"{model}#{number} has no record")
+        raise LookupError(f"{model}#{instance} has no record")
 
     def processes(self) -> list[int]:
         """Pids of everything that belongs to this server, the supervisor not included."""

@@ -13,7 +13,6 @@ import pytest
 
 from backends.config.repository import write
 from backends.control import probe
-from backends.supervisor.home import REPO
 from tests.kit.calls import generate, health, idle
 from tests.kit.load import Life, Plan, body, run_many, run_one
 from tests.kit.server import TOY_REPOSITORY, running_server, wait_for
@@ -25,7 +24,7 @@ def toy_repository(out: Path, deploy: str) -> Path:
     """A model repository of the toy with another deploy.yaml."""
     file = out / "deploy.yaml"
     file.write_text(deploy)
-    write(REPO / "backends" / "pipelines" / "toy", out, file)
+    write(out, file)
     return out / "toy"
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from backends.config.load import load_deploy
-from backends.config.repository import pipeline_folders, repository_files
+from backends.config.repository import deploy_files, repository_files
 from backends.pipelines import load
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = pipeline_folders()
+FOLDERS = [file.parent for file in deploy_files()]
+VARIANTS = sorted((ROOT / "backends" / "pipelines").glob("*/deploy-*.yaml"))
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=[f.name for f in FOLDERS])
@@ -27,6 +28,11 @@ def test_the_committed_repository_is_fresh(folder):
     }
     assert sorted(found) == sorted(expected), "run `make repository`; files of removed stages must go"
     assert found == expected
+
+
+@pytest.mark.parametrize("file", VARIANTS, ids=[f.name for f in VARIANTS])
+def test_other_deploy_files_of_a_pipeline_fit_it(file):
+    load_deploy(file, load(file.parent.name))
 
 
 def test_no_repository_is_left_of_a_pipeline_that_is_gone():

@@ -43,6 +43,26 @@ def test_instances_and_devices_become_the_instance_group(device, kind):
     assert f"instance_group [{{ kind: {kind} count: 3 }}]" in text
 
 
+@pytest.mark.parametrize(
+    ("deploy", "groups"),
+    [
+        (StageDeploy(device="cuda", gpus=[1]), "{ kind: KIND_GPU gpus: [ 1 ] count: 1 }"),
+        (
+            StageDeploy(device="auto", gpus=[3, 0], instances=2),
+            "{ kind: KIND_GPU gpus: [ 3 ] count: 2 }, { kind: KIND_GPU gpus: [ 0 ] count: 2 }",
+        ),
+        (
+            StageDeploy(device="cuda", gpus=[0, 1, 2, 3], gpus_per_instance=2),
+            "{ kind: KIND_MODEL count: 1 }, { kind: KIND_MODEL count: 1 }",
+        ),
+    ],
+)
+def test_named_gpus_become_one_group_each(deploy, groups):
+    text = files(wave=deploy)["toy_wave/config.pbtxt"]
+    assert f"instance_group [{groups}]\n" in text
+    assert ('key: "gpus" value: { string_value: "[0, 1, 2, 3]" }' in text) == ("KIND_MODEL" in groups)
+
+
 def test_hostile_option_values_stay_inside_their_quotes():
     text = files(wave=StageDeploy(engine={"model": 'x" } } name: "evil" \\ \n'}))["toy_wave/config.pbtxt"]
     [line] = [line for line in text.splitlines() if "engine.model" in line]

@@ -32,8 +32,14 @@ def test_orchestrator_values_survive_the_parameters():
     assert from_parameters(to_parameters(deploy), OrchestratorDeploy, "model x") == deploy
 
 
-def test_instances_and_device_are_said_by_the_instance_group():
-    assert not {"instances", "device"} & set(to_parameters(StageDeploy(instances=4, device="cuda")))
+def test_where_an_instance_is_placed_is_said_by_the_instance_group():
+    flat = to_parameters(StageDeploy(instances=4, device="cuda", gpus=[2, 0]))
+    assert not {"instances", "device", "gpus", "gpus_per_instance"} & set(flat)
+
+
+def test_several_gpus_of_one_instance_survive_the_parameters():
+    flat = to_parameters(StageDeploy(device="cuda", gpus=[4, 5, 2, 3], gpus_per_instance=2))
+    assert from_parameters(flat, StageDeploy, "model x").gpu_groups == [[4, 5], [2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +57,8 @@ def test_instances_and_device_are_said_by_the_instance_group():
         ({"start_timeout_s": "-1"}, StageDeploy, "start_timeout_s"),
         ({"engine.model": "no quotes"}, StageDeploy, "engine.model: 'no quotes' is not JSON"),
         ({"device": "tpu"}, StageDeploy, "device must be cpu, cuda or auto"),
+        ({"gpus": "0"}, StageDeploy, "Expected `array`.*gpus"),
+        ({"gpus": "[0"}, StageDeploy, r"gpus: '\[0' is not JSON"),
     ],
 )
 def test_bad_parameters_are_named_with_their_model(parameters, kind, words):
@@ -100,6 +108,13 @@ def test_a_deploy_file(tmp_path):
         ("pipeline: toy\nstages: {tokens: {hang_s: .inf}, frames: , wave: }", "hang_s must be a finite"),
         ("pipeline: toy\nstages: {tokens: {device: gpu}, frames: , wave: }", "device must be"),
         ("pipeline: toy\nstages: {tokens: 5, frames: , wave: }", "stages"),
+        ("pipeline: toy\nstages: {tokens: {gpu: [0]}, frames: , wave: }", "did you mean 'gpus'"),
+        ("pipeline: toy\nstages: {tokens: {gpus: [-1]}, frames: , wave: }", r"int. >= 0 - at .*gpus"),
+        ("pipeline: toy\nstages: {tokens: {gpus: 1}, frames: , wave: }", "Expected `array`.*gpus"),
+        ("pipeline: toy\nstages: {tokens: {gpus: [1, 1]}, frames: , wave: }", "gpus names a GPU twice"),
+        ("pipeline: toy\nstages: {tokens: {gpus: [1], device: cpu}, frames: , wave: }", "gpus cannot be used"),
+        ("pipeline: toy\nstages: {tokens: {gpus_per_instance: 2}, frames: , wave: }", "gpus must name a multiple"),
+        ("pipeline: toy\nstages: {tokens: {gpus: [0, 1, 2], gpus_per_instance: 2}, frames: , wave: }", "a multiple"),
     ],
 )
 def test_a_bad_file_is_named_with_its_key(tmp_path, text, words):

@@ -49,28 +49,28 @@ def test_anything_else_is_refused(data):
 
 
 def _record(**change):
-    fields = {"model": "toy_wave", "instance": 0, "role": "stage", "pid": 1, "start_time": 2, "state": "ready"}
+    fields = {"model": "toy_wave", "instance": "0_0", "role": "stage", "pid": 1, "start_time": 2, "state": "ready"}
     return InstanceRecord(**(fields | change))
 
 
 def test_records_are_replaced_read_and_removed(tmp_path):
     write_record(tmp_path, _record(state="starting"))
     write_record(tmp_path, _record(restarts=3, worker_pid=9, address="/w.sock", ready_s=1.5, text="so"))
-    write_record(tmp_path, _record(instance=1))
+    write_record(tmp_path, _record(instance="1_0"))
     write_record(tmp_path, _record(model="toy", role="orchestrator"))
     assert [(r.model, r.instance, r.restarts) for r in read_records(tmp_path)] == [
-        ("toy", 0, 0), ("toy_wave", 0, 3), ("toy_wave", 1, 0)]  # fmt: skip
+        ("toy", "0_0", 0), ("toy_wave", "0_0", 3), ("toy_wave", "1_0", 0)]  # fmt: skip
     assert len(os.listdir(tmp_path)) == 3, "no half-written file is left"
-    remove_record(tmp_path, "toy", 0)
-    remove_record(tmp_path, "toy", 0)
+    remove_record(tmp_path, "toy", "0_0")
+    remove_record(tmp_path, "toy", "0_0")
     assert len(read_records(tmp_path)) == 2
 
 
 def test_files_that_are_not_records_are_left_out(tmp_path):
     write_record(tmp_path, _record())
-    record_path(tmp_path, "torn", 0).write_bytes(b'{"model": "to')
-    record_path(tmp_path, "other", 0).write_bytes(b'{"model": 5}')
-    record_path(tmp_path, "folder", 0).mkdir()
+    record_path(tmp_path, "torn", "0_0").write_bytes(b'{"model": "to')
+    record_path(tmp_path, "other", "0_0").write_bytes(b'{"model": 5}')
+    record_path(tmp_path, "folder", "0_0").mkdir()
     (tmp_path / "worker.log").write_bytes(b"x")
     assert [r.model for r in read_records(tmp_path)] == ["toy_wave"]
     assert read_records(tmp_path / "missing") == []
