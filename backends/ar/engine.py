@@ -19,6 +19,7 @@ from backends.ar.load import load_llm
 from backends.ar.options import read_options
 from backends.ar.params import REFUSALS, Defaults, refusal_of, vllm_params
 from backends.ar.sampling import stage_sampling
+from backends.ar.tools import CallScanner, check_tools, forced_calls
 from backends.core.engine import Event, Failed, Finished, Output, Run, Send
 from backends.core.errors import BadRequest, OmniError, StageFailed
 from backends.core.generate import Sampling
@@ -53,6 +54,8 @@ class Live:
     key: str
     sampling: Sampling
     waiting_for: int
+    calls: CallScanner | None = None
+    """Takes function calls out of the text, if the request brings tools."""
     transcripts: dict[int, str] = field(default_factory=dict[int, str])
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -60,6 +63,8 @@ class Live:
     held_ids: list[int] = field(default_factory=list[int])
     """Tokens whose text has not come out yet: part of a character, or of what may become a stop string."""
     held_logprobs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    in_call: bool = False
+    """The last token belonged to a function call; kept by a pipeline's feed."""
     hidden: dict[int, Any] = field(default_factory=dict[int, Any])
     """Hidden rows by position, kept by a pipeline's taps for its feed."""
 
@@ -105,10 +110,11 @@ class ArEngine:
     # --- Engine ---------------------------------------------------------------------------------------------------
     def open(self, run: Run) -> None:
         sampling = stage_sampling(run.options(self.stage), run.request.sampling, self.stage)
+        check_tools(run.request)
         self._prompts.check(run)
-        live = Live(run, run.id.hex(), sampling, len(run.upstream))
+        live = Live(run, run.id.hex(), sampling, len(run.upstream), CallScanner() if run.request.tools else None)
         if live.waiting_for:
-            self._params(sampling, self.max_model_len)  # refuse bad sampling before the upstream stages work
+            self._params(live, self.max_model_len)  # refuse bad sampling before the upstream stages work
         else:
             self._start(live)
         run.state = live
@@ -161,7 +167,7 @@ class ArEngine:
                 "tokens of messages and answer together",
                 "messages",
             )
-        params = self._params(live.sampling, room, live.key)
+        params = self._params(live, room)
         inputs = TokensPrompt(prompt_token_ids=prompt.token_ids)
         if prompt.media:
             inputs["multi_modal_data"] = prompt.media
@@ -175,8 +181,9 @@ class ArEngine:
             raise refusal_of(error, live.sampling, "messages") from None
         self.live[live.key] = live
 
-    def _params(self, sampling: Sampling, room: int, key: str = "") -> SamplingParams:
-        return vllm_params(sampling, self._defaults, room=room, key=key)
+    def _params(self, live: Live, room: int) -> SamplingParams:
+        grammar = forced_calls(live.run.request.tools, live.run.request.tool_choice)
+        return vllm_params(live.sampling, self._defaults, room=room, key=live.key, grammar=grammar)
 
     # --- what came out --------------------------------------------------------------------------------------------
     def _events(self, live: Live, output: RequestOutput) -> list[Event]:
@@ -188,8 +195,9 @@ class ArEngine:
         if output.prompt_token_ids is not None:
             live.prompt_tokens = len(output.prompt_token_ids)  # media placeholders have been expanded
         events: list[Event] = []
-        if made.text or (output.finished and live.held_ids):
-            events.append(self._output(live, made.text))
+        text, calls = (made.text, []) if live.calls is None else live.calls.feed(made.text, output.finished)
+        if text or calls or (output.finished and live.held_ids):
+            events.append(self._output(live, text, calls))
         if live.run.feeds:
             events += self._feed(live, output)
         if output.finished:
@@ -197,15 +205,19 @@ class ArEngine:
             events.append(self._end(live, made.finish_reason or ""))
         return events
 
-    def _output(self, live: Live, text: str) -> Output:
+    def _output(self, live: Live, text: str, calls: list[dict[str, str]]) -> Output:
         meta: dict[str, Any] = {"text": text, "token_ids": live.held_ids}
+        if calls:
+            meta["tool_calls"] = calls
         if live.held_logprobs:
             meta["logprobs"] = live.held_logprobs
         live.held_ids, live.held_logprobs = [], []
         return Output(live.run, "text", meta=meta)
 
     def _end(self, live: Live, reason: str) -> Event:
-        if reason in ("stop", "length"):
+        if reason == "stop" and live.calls is not None and live.calls.found:
+            reason = "tool_calls"
+        if reason in ("stop", "length", "tool_calls"):
             return Finished(live.run, reason, live.usage())
         if live.sampling.json_schema is not None:  # a grammar is compiled beside the steps; this is how it fails
             error: OmniError = BadRequest("the schema cannot be turned into a grammar", "sampling.json_schema")

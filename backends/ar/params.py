@@ -38,18 +38,23 @@ class Defaults:
 
 
 def vllm_params(
-    sampling: Sampling, defaults: Defaults, *, room: int, key: str, end_token: int | None = None
+    sampling: Sampling,
+    defaults: Defaults,
+    *,
+    room: int,
+    key: str,
+    grammar: str | None = None,
+    end_token: int | None = None,
 ) -> SamplingParams:
     """Parameters of run `key`, of which `room` tokens fit after the prompt; raises BadRequest naming the field.
 
-    `end_token` ends a run whose tokens are not text.
+    `grammar` is a structural tag the text must follow; `end_token` ends a run whose tokens are not text.
     """
     arguments = sampling_arguments(sampling, defaults.deploy, defaults.model, vocab=defaults.vocab, room=room)
-    schema = sampling.json_schema
     try:
         return SamplingParams(
             **arguments,
-            structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+            structured_outputs=_structure(sampling.json_schema, grammar),
             output_kind=RequestOutputKind.DELTA,
             stop_token_ids=None if end_token is None else [end_token],
             detokenize=end_token is None,
@@ -57,6 +62,12 @@ def vllm_params(
         )
     except REFUSALS as error:
         raise refusal_of(error, sampling) from None
+
+
+def _structure(schema: dict[str, Any] | None, grammar: str | None) -> StructuredOutputsParams | None:
+    if grammar is not None:
+        return StructuredOutputsParams(structural_tag=grammar)
+    return None if schema is None else StructuredOutputsParams(json=schema)
 
 
 def refusal_of(error: Exception, sampling: Sampling, otherwise: str = "sampling") -> BadRequest:

@@ -85,6 +85,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     messages    the chat so far (operation "chat")
     input       the text to speak or the picture's description (operations "speech" and "image")
     modalities  outputs wanted ("text", "audio", "image"); empty means the operation's default
+    tool_choice "auto", "required", or the name of the one function to call
     stages      options for single stages, by stage name; each stage knows its own keys
     target      the request id to end (operation "abort")
     """
@@ -98,6 +99,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     speed: Annotated[float, msgspec.Meta(ge=0.25, le=4)] = 1.0
     sampling: Sampling = Sampling()
     tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: str = "auto"
     stages: dict[str, dict[str, Any]] = {}
     deadlines: Deadlines = Deadlines()
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0

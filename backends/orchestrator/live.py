@@ -58,11 +58,13 @@ class Collected:
     text: list[str] = field(default_factory=list[str])
     tensors: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
     metas: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    tool_calls: list[Any] = field(default_factory=list[Any])
 
     def add(self, chunk: Chunk) -> None:
         """Copy one piece: its chunk goes back to the stage at once."""
         if "text" in chunk.meta:
             self.text.append(chunk.meta["text"])
+        self.tool_calls += chunk.meta.get("tool_calls", ())
         if chunk.meta.get("partial"):
             return  # a preview has no place in the one final response
         for tensor in chunk.tensors:
@@ -161,6 +163,8 @@ class Live:
             text = "".join(self.collected.text) if "text" in self.machine.emitted else None
             for name in self.collected.metas:
                 meta |= self.collected.metas[name] | {f"{name}_pieces": len(self.collected.tensors[name])}
+            if self.collected.tool_calls:
+                meta["tool_calls"] = self.collected.tool_calls
         event = Event(
             "end", self.arrival.request_id, end.output, end.stage, sum(self.machine.emitted.values()), meta,
             end.outcome.value, end.finish_reason, self.usage(end), {k: round(v, 6) for k, v in timings.items()},

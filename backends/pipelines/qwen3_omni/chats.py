@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class ChatPrompts:
         check_messages(run.request)
 
     def build(self, run: Run, transcripts: Sequence[str]) -> Prompt:
-        chat = [{"role": _role(m), "content": _content(m)} for m in run.request.messages]
+        chat = [_turn(m, f"messages[{place}]") for place, m in enumerate(run.request.messages)]
         tools = [dict(tool) for tool in run.request.tools] or None
         text = self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=True)
         media: dict[str, list[Any]] = {}
@@ -40,8 +41,20 @@ class ChatPrompts:
         return Prompt(self._tokenizer.encode(text, add_special_tokens=False), media)
 
 
-def _role(message: Message) -> str:
-    return "system" if message.role == "developer" else message.role
+def _turn(message: Message, where: str) -> dict[str, Any]:
+    """One message as chat templates take it."""
+    role = "system" if message.role == "developer" else message.role
+    calls = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+    return {"role": role, "content": _content(message)} | ({"tool_calls": calls} if calls else {})
+
+
+def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """An earlier call; templates want its arguments as an object."""
+    try:
+        function = call["function"]
+        return {"type": "function", "function": function | {"arguments": json.loads(function["arguments"])}}
+    except (KeyError, TypeError, ValueError):
+        raise BadRequest("a call has a function with a name and arguments, the text of a JSON object", where) from None
 
 
 def _content(message: Message) -> str | list[dict[str, str]]:

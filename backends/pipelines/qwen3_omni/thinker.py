@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
+from backends.ar import tools
 from backends.ar.engine import ArEngine, Live, RequestOutput
 from backends.ar.options import OptionsError, checkpoint, read_options
 from backends.ar.upstream import Span, attach_taps, hook_arguments, media_features
@@ -29,7 +30,8 @@ def make_thinker(context: EngineContext) -> ArEngine:
     if layer <= deep:  # there vLLM's rows already hold what the next layers add for pictures, transformers' do not
         raise OptionsError(f"accept_hidden_layer is {layer}; it must come after the {deep} layers that read pictures")
     needed = hook_arguments([layer])
-    engine = ArEngine(context, ChatPrompts, lambda live, output: to_talker(engine, live, output), needed)
+    engine = ArEngine(context, ChatPrompts, lambda live, output: to_talker(engine, live, output, *tags), needed)
+    tags: list[int] = engine.llm.renderer.get_tokenizer().convert_tokens_to_ids([tools.OPEN, tools.CLOSE])
     media_ids = [thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id]
     attach_taps(engine.llm, MediaRows(engine.live, media_ids))
     return engine
@@ -55,12 +57,14 @@ class MediaRows:
             live.hidden |= {span.position + place: row for place, row in zip(places, rows, strict=True)}
 
 
-def to_talker(engine: ArEngine, live: Live, output: RequestOutput) -> Iterable[Send]:
+def to_talker(engine: ArEngine, live: Live, output: RequestOutput, call_begins: int, call_ends: int) -> Iterable[Send]:
     """The new words, and with the first ones the prompt. The last token, whatever it is, is never spoken."""
     words = list(output.outputs[0].token_ids)
     is_first = live.completion_tokens == len(words)
     if output.finished:
         del words[-1:]
+    if live.calls is not None:
+        words = _outside_calls(live, words, call_begins, call_ends)
     tensors: list[Tensor] = []
     meta: dict[str, Any] = {}
     if is_first:
@@ -74,6 +78,16 @@ def to_talker(engine: ArEngine, live: Live, output: RequestOutput) -> Iterable[S
     if words:
         tensors.append(_ids("token_ids", words))
     return (Send(live.run, tuple(tensors), meta),) if tensors else ()
+
+
+def _outside_calls(live: Live, words: Sequence[int], call_begins: int, call_ends: int) -> list[int]:
+    spoken: list[int] = []
+    for word in words:
+        live.in_call |= word == call_begins
+        if not live.in_call:
+            spoken.append(word)
+        live.in_call &= word != call_ends
+    return spoken
 
 
 def media_shapes(features: Sequence[Any]) -> dict[str, Any]:
