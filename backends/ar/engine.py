@@ -28,10 +28,15 @@ from backends.core.pipeline import EngineContext
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the model reads; `media` is vLLM's multi_modal_data, with one placeholder token per item in the ids."""
+    """What the model reads.
+
+    `media` is vLLM's multi_modal_data, with one placeholder token per item in the ids, `processor` options for the
+    model's own processor of media.
+    """
 
     token_ids: list[int]
     media: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    processor: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class PromptBuilder(Protocol):
@@ -171,6 +176,7 @@ class ArEngine:
         inputs = TokensPrompt(prompt_token_ids=prompt.token_ids)
         if prompt.media:
             inputs["multi_modal_data"] = prompt.media
+            inputs["mm_processor_kwargs"] = dict(prompt.processor)
             # hidden rows of media positions come from computing them, never out of the cache
             params.skip_reading_prefix_cache = live.run.feeds
         honours = self.options.scheduling_policy == "priority"

@@ -18,7 +18,8 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     """One piece of a message: text, or a slice of the request's media tensor of the same name as `type`.
 
     For audio `offset` and `length` count samples; for image and video they count bytes and `shape` is the
-    slice's shape.
+    slice's shape. `fps` says how many pictures of a video stand for a second, 0 leaves it to the model; audio with
+    `in_video` is the sound of the video part right before it.
     """
 
     type: Literal["text", "audio", "image", "video"]
@@ -27,6 +28,8 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     length: Annotated[int, msgspec.Meta(ge=0)] = 0
     sample_rate: Annotated[int, msgspec.Meta(ge=0, le=384_000)] = 0
     shape: tuple[int, ...] = ()
+    fps: Annotated[float, msgspec.Meta(ge=0, le=240)] = 0.0
+    in_video: bool = False
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

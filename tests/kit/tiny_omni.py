@@ -250,7 +250,10 @@ class Reference:
     def see(self, messages: list[dict[str, Any]], tokens: int, frames: int, **media: Any) -> Spoken:
         """The same with `images`, `audio` and `videos`, in the order in which the messages name them."""
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self.generate(dict(self.processor(text=text, return_tensors="pt", **media)), tokens, frames)
+        inputs = dict(self.processor(text=text, return_tensors="pt", **media))
+        if "use_audio_in_video" in media:
+            inputs["use_audio_in_video"] = media["use_audio_in_video"]
+        return self.generate(inputs, tokens, frames)
 
     def generate(self, inputs: dict[str, Any], tokens: int, frames: int = 40, speaker: str = "Ethan") -> Spoken:
         caught: dict[str, Any] = {}

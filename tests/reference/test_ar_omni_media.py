@@ -7,38 +7,19 @@ import gc
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from backends.core.chunk import Tensor
 from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Message, Part, Sampling
+from backends.core.generate import GenerateRequest, Message, Part
 from backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.chain import Chain
-from tests.kit.omni_chats import FRAMES, check, engines
+from tests.kit.omni_chats import check, engines
+from tests.kit.omni_media import CASES, our_request, see
 from tests.kit.tiny_omni import Reference, tiny_omni
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(240)
-
-TOKENS = 16
-AUDIO_HZ = 16_000
-RNG = np.random.default_rng(3)
-PICTURES = [RNG.integers(0, 255, (96, 64, 3), dtype=np.uint8), RNG.integers(0, 255, (64, 128, 3), dtype=np.uint8)]
-SOUNDS = [
-    (0.3 * np.sin(np.arange(2 * AUDIO_HZ) / 20)).astype(np.float32),
-    (0.2 * np.sin(np.arange(AUDIO_HZ) / 7)).astype(np.float32),
-]
-FILM = RNG.integers(0, 255, (4, 64, 64, 3), dtype=np.uint8)
-
-CASES = {
-    "picture": ["image0", "what is this"],
-    "sound": ["audio0", "what is this"],
-    "film": ["video0", "what is this"],
-    "two pictures": ["hello", "image0", "and", "image1"],
-    "picture and sound": ["image1", "audio1", "speech and images"],
-    "sound, picture, sound": ["audio0", "image0", "audio1", "go"],
-}
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +30,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(folder):
     model = Reference(folder)
-    chats = {name: transformers_chat(case) for name, case in CASES.items()}
-    return {name: model.see(messages, TOKENS, FRAMES, **media) for name, (messages, media) in chats.items()}
+    return {name: see(model, case) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -60,40 +40,6 @@ def chain(folder):
     yield chain
     chain.close()
     gc.collect()
-
-
-def item(word):
-    kind, place = word[:-1], word[-1]
-    if not place.isdigit():
-        return "text", word
-    return kind, {"image": PICTURES, "audio": SOUNDS, "video": [FILM]}[kind][int(place)]
-
-
-def transformers_chat(case):
-    content, media = [], {}
-    for kind, thing in map(item, case):
-        content.append({"type": kind} | ({"text": thing} if kind == "text" else {}))
-        if kind != "text":
-            name = {"image": "images", "audio": "audio", "video": "videos"}[kind]
-            media.setdefault(name, []).append(Image.fromarray(thing) if kind == "image" else thing)
-    return [{"role": "user", "content": content}], media
-
-
-def our_request(case):
-    parts, flat = [], {}
-    for kind, thing in map(item, case):
-        if kind == "text":
-            parts.append(Part("text", thing))
-            continue
-        before = flat.setdefault(kind, [])
-        offset = sum(piece.size for piece in before)
-        before.append(thing.reshape(-1))
-        rate = AUDIO_HZ if kind == "audio" else 0
-        shape = () if kind == "audio" else thing.shape
-        parts.append(Part(kind, offset=offset, length=thing.size, sample_rate=rate, shape=shape))
-    inputs = {kind: Tensor.of(kind, np.concatenate(pieces)) for kind, pieces in flat.items()}
-    messages = (Message("user", tuple(parts)),)
-    return GenerateRequest(messages=messages, sampling=Sampling(temperature=0.0, max_tokens=TOKENS)), inputs
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -132,7 +78,7 @@ def test_media_that_are_not_there_are_refused(chain, part):
 def test_too_many_or_too_long_media_are_refused(chain, case):
     """Three pictures where two are allowed; a film of more positions than the context has."""
     if case[-1] == "film":
-        film = RNG.integers(0, 255, (24, 64, 64, 3), dtype=np.uint8)
+        film = np.zeros((24, 64, 64, 3), np.uint8)
         parts = (Part("video", length=film.size, shape=film.shape), Part("text", "what is this"))
         given = GenerateRequest(messages=(Message("user", parts),)), {"video": Tensor.of("video", film.reshape(-1))}
     else:

@@ -14,7 +14,7 @@ from scipy.signal import resample_poly
 from backends.ar.engine import Prompt
 from backends.core.engine import Run
 from backends.core.errors import BadRequest
-from backends.core.generate import Message, Part
+from backends.core.generate import GenerateRequest, Message, Part
 from backends.pipelines.qwen3_omni.checks import check_messages
 
 AUDIO_HZ = 16_000  # what the audio encoder was trained on
@@ -38,7 +38,7 @@ class ChatPrompts:
             for part in message.parts:
                 if part.type != "text":
                     media.setdefault(part.type, []).append(_item(run, part, f"messages[{place}]"))
-        return Prompt(self._tokenizer.encode(text, add_special_tokens=False), media)
+        return Prompt(self._tokenizer.encode(text, add_special_tokens=False), media, _processor(run.request))
 
 
 def _turn(message: Message, where: str) -> dict[str, Any]:
@@ -60,7 +60,16 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _content(message: Message) -> str | list[dict[str, str]]:
     if isinstance(message.content, str):
         return message.content
-    return [{"type": part.type} | ({"text": part.text} if part.type == "text" else {}) for part in message.parts]
+    said = [part for part in message.parts if not part.in_video]  # a video's sound has no place of its own
+    return [{"type": part.type} | ({"text": part.text} if part.type == "text" else {}) for part in said]
+
+
+def _processor(request: GenerateRequest) -> dict[str, Any]:
+    """Options of the processor; checks.check_messages has made sure that they are the same for all videos."""
+    parts = [part for message in request.messages for part in message.parts]
+    rates = [part.fps for part in parts if part.fps]
+    options: dict[str, Any] = {"fps": rates[0], "do_sample_frames": False} if rates else {}
+    return options | ({"use_audio_in_video": True} if any(part.in_video for part in parts) else {})
 
 
 def _item(run: Run, part: Part, where: str) -> Any:

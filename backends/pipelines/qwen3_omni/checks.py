@@ -11,10 +11,29 @@ def check_messages(request: GenerateRequest) -> None:
     """Raise BadRequest, naming the field, for messages no deployment of this family can read."""
     if not request.messages:
         raise BadRequest("at least one message is needed", "messages")
+    _check_videos(request)
     for place, message in enumerate(request.messages):
         for part in message.parts:
             if part.type != "text" and message.role != "user":
                 raise BadRequest(f"{part.type} belongs in a user's message", f"messages[{place}]")
+
+
+def _check_videos(request: GenerateRequest) -> None:
+    """The model's processor knows one rate per request, and sounds that are all parts of videos or none of them."""
+    rates: set[float] = set()
+    for place, message in enumerate(request.messages):
+        before = ""
+        for part in message.parts:
+            if part.in_video and (part.type != "audio" or before != "video"):
+                raise BadRequest("in_video is for the audio part right after a video part", f"messages[{place}]")
+            before = part.type
+            rates |= {part.fps} if part.type == "video" else set()
+    if len(rates) > 1:
+        raise BadRequest("all videos of a request need the same fps", "messages")
+    parts = [part for message in request.messages for part in message.parts]
+    inside = [part.in_video for part in parts if part.type == "audio"]
+    if any(inside) and not (all(inside) and len(inside) == sum(part.type == "video" for part in parts)):
+        raise BadRequest("if one video brings its sound, each must, and no other sound may be there", "messages")
 
 
 def check(request: GenerateRequest) -> None:

@@ -99,7 +99,7 @@ class Talker:
             torch.tensor(shapes["image_grids"]) if shapes["image_grids"] else None,
             torch.tensor(shapes["video_grids"]) if shapes["video_grids"] else None,
             torch.ones(1, length, dtype=torch.long),
-            False,
+            False,  # also for sounds inside videos: transformers tells the thinker alone where they are
             torch.tensor(shapes["audio_lengths"]) if shapes["audio_lengths"] else None,
             torch.tensor(shapes["video_steps_s"]) if shapes["video_steps_s"] else None,
         )
