@@ -20,6 +20,7 @@ from backends.ar.options import read_options
 from backends.ar.params import REFUSALS, Defaults, refusal_of, vllm_params
 from backends.ar.sampling import stage_sampling
 from backends.ar.tools import CallScanner, check_tools, forced_calls
+from backends.ar.upstream import scheduled
 from backends.core.engine import Event, Failed, Finished, Output, Run, Send
 from backends.core.errors import BadRequest, OmniError, StageFailed
 from backends.core.generate import Sampling
@@ -62,6 +63,8 @@ class Live:
     calls: CallScanner | None = None
     """Takes function calls out of the text, if the request brings tools."""
     transcripts: dict[int, str] = field(default_factory=dict[int, str])
+    scheduled: Any = None
+    """vLLM's record of the run, once it has started."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -78,6 +81,7 @@ class Live:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "cached_tokens": self.cached_tokens,
+            "preemptions": self.scheduled.num_preemptions,
         }
 
 
@@ -185,6 +189,7 @@ class ArEngine:
             self.llm.add_request(live.key, inputs, params, priority=-live.run.request.priority if honours else 0)
         except REFUSALS as error:
             raise refusal_of(error, live.sampling, "messages") from None
+        live.scheduled = scheduled(self.llm, live.key)
         self.live[live.key] = live
 
     def _params(self, live: Live, room: int) -> SamplingParams:

@@ -21,7 +21,7 @@ from backends.ar.options import read_options
 from backends.ar.params import REFUSALS, Defaults, refusal_of, vllm_params
 from backends.ar.rows import RowRun, RowStore
 from backends.ar.sampling import stage_sampling
-from backends.ar.upstream import attach_rows, hook_arguments, runner
+from backends.ar.upstream import attach_rows, hook_arguments, runner, scheduled
 from backends.core.chunk import Tensor
 from backends.core.engine import Event, Failed, Finished, Run, Send
 from backends.core.errors import BadRequest, StageFailed
@@ -82,6 +82,8 @@ class Speaking:
     sampling: Sampling
     conditioning: Conditioning
     rows: RowRun | None = None
+    scheduled: Any = None
+    """vLLM's record of the run, once it has started."""
     frames: int = 0
 
 
@@ -186,6 +188,7 @@ class FrameEngine:
         except REFUSALS as error:
             del self.store.runs[live.key]
             raise refusal_of(error, live.sampling, "messages") from None
+        live.scheduled = scheduled(self.llm, live.key)
         self._live[live.key] = live
 
     def _params(self, sampling: Sampling, room: int, key: str) -> SamplingParams:
@@ -196,7 +199,9 @@ class FrameEngine:
         assert live.rows is not None
         frames, live.rows.frames = live.rows.frames, []
         assert len(frames) == len(made.token_ids), "every sampled token makes a frame in its own step"
-        good = [frame for frame, token in zip(frames, made.token_ids, strict=True) if token != self.model.end_token]
+        if made.finish_reason == "length":
+            frames.pop()  # as transformers has it: the frame of the last allowed token is never made
+        good = [f for f, token in zip(frames, made.token_ids, strict=False) if token != self.model.end_token]
         events: list[Event] = []
         if good:
             live.frames += len(good)
@@ -208,7 +213,8 @@ class FrameEngine:
 
     def _end(self, live: Speaking, reason: str) -> Event:
         if reason in ("stop", "length"):
-            return Finished(live.run, reason, {"audio_frames": live.frames})
+            usage = {"audio_frames": live.frames, "preemptions": live.scheduled.num_preemptions}
+            return Finished(live.run, reason, usage)
         return Failed(live.run, StageFailed(f"vLLM ended the run: {reason or 'no reason given'}", self.stage))
 
 

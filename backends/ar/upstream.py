@@ -193,6 +193,12 @@ def media_features(llm: LLMEngine, key: str) -> list[Any]:
     return sorted(state.mm_features, key=lambda feature: feature.mm_position.offset)
 
 
+def scheduled(llm: LLMEngine, key: str) -> Any:
+    """The scheduler's own record of a run that was just added; it counts `num_preemptions`."""
+    core: Any = llm.engine_core
+    return next(request for request in core.engine_core.scheduler.requests.values() if _key(request) == key)
+
+
 def attach_taps(llm: LLMEngine, taps: Taps) -> None:
     """From now on `taps` sees every step."""
     runner(llm).taps = taps

@@ -51,13 +51,7 @@ def request(place, **more):
 
 def check(job, spoken):
     assert job.tokens() == spoken.token_ids
-    codes = job.sent("talker", "codes")
-    frames = len(spoken.codes[0])
-    assert codes[:frames].T.tolist() == spoken.codes
-    if job.end("talker").reason == "stop":
-        assert len(codes) == frames
-    else:  # transformers never predicts the frame of the last allowed token
-        assert len(codes) == frames + 1 == FRAMES
+    assert job.sent("talker", "codes").T.tolist() == spoken.codes
 
 
 def blocks_of(engine):
