@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole control vocabulary between our processes. Everything else on a link is a chunk.
 
-down: Open, Stop, Release          up: Accepted, Progress, Finished, Failed, Ping
+down: Open, Stop, Release          up: Received, Accepted, Progress, Finished, Failed, Ping
 Outputs for the client are chunks too: their edge is "@" followed by the output's name.
 """
 
@@ -68,6 +68,13 @@ class Release(Message, frozen=True, array_like=True, tag="release"):
     run: bytes
 
 
+class Received(Message, frozen=True, array_like=True, tag="received"):
+    """From a stub to the orchestrator: a run waits for the stub's worker to take it. Until then its end, and the loss
+    of its stage, come over this link."""
+
+    run: bytes
+
+
 class Accepted(Message, frozen=True, array_like=True, tag="accepted"):
     """A run was taken by the instance that listens at `address`."""
 
@@ -113,7 +120,7 @@ class Ping(Message, frozen=True, array_like=True, tag="ping"):
     numbers: dict[str, float] = {}
 
 
-AnyMessage = Hello | Open | Stop | Release | Accepted | Progress | Finished | Failed | Ping
+AnyMessage = Hello | Open | Stop | Release | Received | Accepted | Progress | Finished | Failed | Ping
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 

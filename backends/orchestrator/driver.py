@@ -158,6 +158,9 @@ class Orchestrator:
         match item:
             case Chunk():
                 self._on_chunk(peer, item)
+            case msg.Received(run=run):
+                if run in self.lives:  # the stub speaks for the run until its worker does, whichever comes first here
+                    self.lives[run].peers.setdefault(stage, peer)
             case msg.Accepted(run=run, address=address):
                 self._on_accepted(peer, run, stage, address)
             case msg.Progress(run=run, meta=meta):

@@ -89,7 +89,7 @@ class Live:
 
     run        names this attempt in all processes
     addresses  stage → listening address of the instance that accepted
-    peers      stage → link to that instance's worker
+    peers      stage → link to that instance's worker; to its stub until the worker has accepted
     handles    stage → the opener's handle, once opened
     closing    stages whose run ended before their handle was known: stage → lost
     waiting    bytes of output not yet taken by Triton

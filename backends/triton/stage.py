@@ -12,8 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import triton_python_backend_utils as pb
@@ -22,10 +21,10 @@ from backends import wire
 from backends.config import paths
 from backends.config.schema import StageDeploy, from_parameters
 from backends.control import messages as msg
-from backends.control.hub import Hub, Lost, Peer
+from backends.control.hub import Hub
 from backends.control.records import InstanceRecord, remove_record, write_record
 from backends.core.chunk import Chunk, Tensor
-from backends.core.errors import BadRequest, Internal, OmniError, StageFailed, Unavailable
+from backends.core.errors import BadRequest, Internal, OmniError
 from backends.core.ids import new_request_id, new_run_id
 from backends.core.pipeline import EngineContext
 from backends.pipelines import load
@@ -35,12 +34,12 @@ from backends.triton.metrics import StageMetrics
 from backends.triton.opens import read_open
 from backends.triton.replies import FINAL, error_response, read_request, send_last
 from backends.triton.senders import CancelWatch, Senders
+from backends.triton.stage_loop import Call, StageLoop
 from backends.worker.keeper import Command, Keeper
 
 log = logging.getLogger("triton_omni.triton")
 
 MAX_DIRECT_REQUEST_BYTES = 1 << 20
-TURN_S = 0.25
 
 
 class TritonPythonModel:
@@ -227,6 +226,7 @@ class _Caller:
         return pb.InferenceResponse(outputs)
 
     def _last(self, end: msg.Finished | msg.Failed | None, pieces: int) -> Any:
+        """The last response; None: FINAL alone."""
         if end is None:
             return None
         if isinstance(end, msg.Failed):

@@ -24,7 +24,7 @@ from backends.control.messages import (
 from backends.core import engine as eng
 from backends.core.chunk import Chunk
 from backends.core.errors import DeadlineExceeded, ErrorInfo, OmniError, StageFailed, Unavailable
-from backends.core.generate import GenerateRequest, decode_request
+from backends.core.generate import decode_request
 from backends.core.pipeline import Pipeline
 from backends.worker.record import Record, Sink, Waiting
 
@@ -97,16 +97,15 @@ class Worker:
 
     def _on_open(self, stub: Peer, message: Open) -> None:
         inputs = self._early_inputs.pop(message.run, None)
-        reply = stub
         try:
             reply = self._connect(message.reply, "orchestrator") if message.reply else stub
             record = self._record(stub, reply, message, inputs)
             self.engine.open(record.run)
         except OmniError as error:
-            self._refuse(stub, reply, message, inputs, error)
+            self._refuse(stub, message.run, inputs, error)
         except Exception as error:  # the engine-loop border: a bug in one run must not end the others
             log.exception("open failed: request %s", message.request_id)
-            self._refuse(stub, reply, message, inputs, ErrorInfo.of(error, self.stage.name).error())
+            self._refuse(stub, message.run, inputs, error)
         else:
             self.records[message.run] = record
             self.numbers["runs"] += 1
@@ -140,14 +139,13 @@ class Worker:
         except PeerLost:
             raise Unavailable(f"{whom} is not reachable", whom) from None
 
-    def _refuse(
-        self, stub: Peer, reply: Peer, message: Open, inputs: tuple[Peer, Chunk] | None, error: OmniError
-    ) -> None:
-        """The run never started: its record lives only until the stub has closed Triton's side."""
-        run = eng.Run(message.run, message.request_id, GenerateRequest())
-        refused = Record(run, stub, reply, {}, set(), 0.0, self._clock(), inputs)
-        self.records[message.run] = refused
-        self._end(refused, Failed(message.run, ErrorInfo.of(error, self.stage.name)))
+    def _refuse(self, stub: Peer, run: bytes, inputs: tuple[Peer, Chunk] | None, error: Exception) -> None:
+        """The run never was ours: the stub closes Triton's side and tells the orchestrator."""
+        self.numbers["failed"] += 1
+        if inputs is not None:
+            peer, chunk = inputs
+            peer.release(chunk)
+        stub.send(Failed(run, ErrorInfo.of(error, self.stage.name)))
 
     def _feed_direct(self, record: Record) -> None:
         """Turn a direct call's tensors into the one last chunk of its (only) upstream edge."""

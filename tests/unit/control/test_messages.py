@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from backends.control import messages
-from backends.control.messages import Accepted, Failed, Finished, Hello, Open, Ping, Progress, Release, Stop
+from backends.control.messages import Accepted, Failed, Finished, Hello, Open, Ping, Progress, Received, Release, Stop
 from backends.control.records import InstanceRecord, read_records, record_path, remove_record, write_record
 from backends.core.errors import ErrorInfo
 
@@ -20,6 +20,7 @@ FULL = (
     Open(RUN, "req", b"{}", "/a.sock", ("x", "y"), {"z": "/z.sock"}, ("text",), True, True, 1.5),
     Stop(RUN),
     Release(RUN),
+    Received(RUN),
     Accepted(RUN, "/w.sock"),
     Progress(RUN, {"step": 7, "nested": {"list": [1, None, "x"]}}),
     Finished(RUN, "length", {"tokens": 3.0}),

@@ -644,3 +644,63 @@ def test_a_posted_thing_that_is_none_is_our_own_mistake(play):
     s.hub.post("nonsense")
     with pytest.raises(TypeError):
         s.turn()
+
+
+# --- the stub speaks for a run until its worker does -----------------------------------------------------------
+@pytest.fixture
+def opening(play, tmp_path):
+    """A chat whose run waits in its stub for the worker; (scene, client, the worker's acceptance)."""
+    s = play()
+    client = s.ask(chat("text"))
+    message, opened, _ = s.take_call()
+    stub = s.stages["stub"] = ScriptedStage(tmp_path, PIPELINE, "tokens", 1)
+    stub.reply(message.reply, msg.Received(message.run))
+    s.answer(opened)
+    accepted = msg.Accepted(message.run, s.stages["tokens"].hub.address)
+    return s, client, lambda: (s.stages["tokens"].reply(message.reply, accepted), s.turn())
+
+
+def test_a_run_that_no_worker_took_ends_by_its_stubs_word(opening):
+    s, client, _ = opening
+    s.fail("stub", client.run, StageFailed("the stage's worker died", "tokens"))
+    assert client.failed.line() == "[stage_failed:tokens] the stage's worker died"
+    assert s.opener.closed == s.opener.handles, "its FINAL was sent before"
+
+
+def test_a_run_that_no_worker_took_ends_with_its_stub(opening):
+    s, client, _ = opening
+    s.kill("stub")
+    assert client.failed.line() == "[stage_failed:tokens] the stage's worker died"
+    assert s.opener.buried == s.opener.handles, "its FINAL will never come"
+
+
+def test_an_accepted_run_outlives_its_stubs_link(opening):
+    s, client, accept = opening
+    accept()
+    s.kill("stub")
+    s.finish("tokens", client.run, "stop")
+    assert client.ended is not None
+
+
+@pytest.mark.parametrize("first", ["stub", "worker"])
+def test_a_death_that_stub_and_worker_both_tell_is_one_end(opening, first):
+    s, client, accept = opening
+    accept()
+    by_stub = lambda: s.fail("stub", client.run, StageFailed("the stage's worker died", "tokens"))  # noqa: E731
+    by_worker = lambda: s.kill("tokens")  # noqa: E731
+    for tell in (by_stub, by_worker) if first == "stub" else (by_worker, by_stub):
+        tell()
+    assert client.failed.line() == "[stage_failed:tokens] the stage's worker died"
+    assert (s.opener.closed if first == "stub" else s.opener.buried) == s.opener.handles
+
+
+def test_a_stub_heard_after_its_worker_changes_nothing(play, tmp_path):
+    s = play()
+    client = s.ask(chat("text"))
+    message = s.accept()
+    s.stages["stub"] = ScriptedStage(tmp_path, PIPELINE, "tokens", 1)
+    s.stages["stub"].reply(message.reply, msg.Received(message.run))
+    s.turn()
+    s.kill("stub")
+    s.finish("tokens", client.run, "stop")
+    assert client.ended is not None

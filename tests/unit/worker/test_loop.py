@@ -53,6 +53,19 @@ def freed(b, run):
     return run not in b.worker.records
 
 
+def refusal_of(b, run):
+    """The refusal of a run: the stub alone hears of it, and nothing of the run is left."""
+    b.until(lambda: b.stub.of(msg.Failed))
+    b.turn(2)
+    [end] = b.stub.of(msg.Failed)
+    assert end.run == run
+    assert run not in b.worker.records
+    assert b.worker.engine._runs == []
+    assert b.stub.of(msg.Accepted) == b.orchestrator.got == []
+    assert b.to_worker.connector.in_flight == 0
+    return end
+
+
 def end_of(b, run):
     b.until(lambda: any(type(m) in (msg.Finished, msg.Failed) for m in b.stub.got))
     b.release(run)
@@ -271,25 +284,22 @@ def test_a_consumer_that_hears_of_it_fails_with_the_producers_name(at):
     assert peer.connector.in_flight == 0
 
 
-def test_a_refused_run_is_told_to_both_and_leaves_nothing(at):
+def test_a_refused_run_is_told_to_the_stub_alone_and_leaves_nothing(at):
+    """The orchestrator hears of it from the stub, after Triton's FINAL."""
     b = at("tokens")
     given = Tensor.of("audio", np.zeros(20_000, np.float32))
     assert b.to_worker.put(chunk(RUN, msg.INPUTS_EDGE, 0, True, given))
     b.open(RUN, wanted=("text",), has_inputs=True, request=chat(3, tokens={"refuse": True}))
-    [end] = end_of(b, RUN)
+    end = refusal_of(b, RUN)
     assert end.error.code == "bad_request"
     assert end.error.where == "stages.tokens.refuse"
-    assert b.orchestrator.of(msg.Failed) == [end]
-    assert b.stub.of(msg.Accepted) == b.orchestrator.of(msg.Accepted) == []
-    assert b.to_worker.connector.in_flight == 0
-    assert b.worker.engine._runs == []
+    assert b.worker.numbers["failed"] == 1
 
 
 def test_a_request_that_cannot_be_read_is_refused(at):
     b = at("tokens")
     b.to_worker.send(msg.Open(RUN, "req", b"{not json", b.orchestrator.hub.address, wanted=("text",)))
-    [end] = end_of(b, RUN)
-    assert end.error.code == "bad_request"
+    assert refusal_of(b, RUN).error.code == "bad_request"
 
 
 def test_an_engine_that_breaks_in_open_refuses_only_this_run(at):
@@ -306,19 +316,18 @@ def test_an_engine_that_breaks_in_open_refuses_only_this_run(at):
     assert b.stub.of(msg.Finished)[0].run == good
 
 
-def test_a_consumer_that_is_not_there_refuses_the_run_by_name(at, tmp_path):
+@pytest.mark.parametrize(
+    ("missing", "where"),
+    [
+        ({"consumers": {"frames": "/nowhere/nobody.sock"}}, "frames"),
+        ({"reply": "/nowhere/nobody.sock"}, "orchestrator"),
+    ],
+)
+def test_whoever_is_not_there_refuses_the_run_by_name(at, missing, where):
     b = at("tokens")
-    run = b.open(consumers={"frames": str(tmp_path / "nobody.sock")})
-    [end] = end_of(b, run)
-    assert (end.error.code, end.error.where) == ("unavailable", "frames")
-    assert b.orchestrator.of(msg.Failed) == [end]
-
-
-def test_an_orchestrator_that_is_not_there_refuses_the_run(at, tmp_path):
-    b = at("tokens")
-    run = b.open(reply=str(tmp_path / "nobody.sock"), wanted=("text",))
-    [end] = end_of(b, run)
-    assert (end.error.code, end.error.where) == ("unavailable", "orchestrator")
+    run = b.open(wanted=("text",), **missing)
+    end = refusal_of(b, run)
+    assert (end.error.code, end.error.where) == ("unavailable", where)
 
 
 def test_a_gap_in_the_chunks_fails_the_run_and_names_the_edge(at):
