@@ -19,7 +19,8 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
     For audio `offset` and `length` count samples; for image and video they count bytes and `shape` is the
     slice's shape. `fps` says how many pictures of a video stand for a second, 0 leaves it to the model; audio with
-    `in_video` is the sound of the video part right before it.
+    `in_video` is the sound of the video part right before it. An image of height, width is a mask:
+    128 and more where an edit may change the picture.
     """
 
     type: Literal["text", "audio", "image", "video"]
@@ -84,8 +85,9 @@ class Deadlines(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One client call to a pipeline. Unknown keys are refused, so a typo never passes silently.
 
-    operation   what to do: one of the pipeline's operations ("chat", "speech", "image"), or "health" or "abort"
-    messages    the chat so far (operation "chat")
+    operation   what to do: one of the pipeline's operations ("chat", "speech", "image", "edit"), or "health" or
+                "abort"
+    messages    the chat so far (operation "chat"); pictures, perhaps a mask, and text (operation "edit")
     input       the text to speak or the picture's description (operations "speech" and "image")
     modalities  outputs wanted ("text", "audio", "image"); empty means the operation's default
     tool_choice "auto", "required", or the name of the one function to call

@@ -62,11 +62,10 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 def _drawing(model: Model) -> Drawing:
     """A small picture of nothing."""
-    ids = model.text.ids("calibration of the step engine")
+    prompt = model.text.prompt("calibration of the step engine")
     wish = Wish(
         prompt="", negative_prompt=None, width=SIDE, height=SIDE, steps=2, true_cfg_scale=1.0, seed=0, n=1,
         partial_images=0, guidance_scale=None,
     )  # fmt: skip
-    tokens = wish.picture_tokens + model.text.count(ids)
     run = Run(uuid.uuid4().bytes, "calibration", GenerateRequest())
-    return Drawing(run, wish, 0, ids, None, model.text.count(ids), tokens, 0)
+    return Drawing(run, wish, 0, prompt, None, wish.picture_tokens + prompt.count, 0)

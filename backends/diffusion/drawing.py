@@ -4,34 +4,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from backends.core.engine import Run
 from backends.diffusion.options import SIZE_MULTIPLE, Wish
+from backends.diffusion.text import Prompt
+
+
+class Kept(NamedTuple):
+    """What a masked edit must not change: `mask` is 1 where it may, (1, image tokens, channels); `noise` is the
+    drawing's first latents."""
+
+    mask: torch.Tensor
+    noise: torch.Tensor
 
 
 @dataclass(eq=False, slots=True)
 class Drawing:
     """One request inside the engine; its `n` pictures share steps, scheduler and random stream.
 
-    Set at open: run, wish, seed, prompt and negative ids, tokens, came_at. Set by the engine's `_prepare`:
-    positive, negative (features (1, tokens, dim)), latents (n, image tokens, channels), scheduler, timesteps.
+    Set at open: run, wish, seed, prompt and negative prompt, tokens, came_at. Set by the engine's `_prepare`:
+    positive, negative (features (1, tokens, dim)), latents (n, image tokens, channels), scheduler, timesteps, and for
+    an edit condition (latents of its pictures, (1, their tokens, channels)) and, with a mask, kept.
     Set by each step: latents, step.
     """
 
     run: Run
     wish: Wish
     seed: int
-    prompt_ids: tuple[int, ...]
-    negative_ids: tuple[int, ...] | None
-    prompt_tokens: int
+    prompt: Prompt
+    negative_prompt: Prompt | None
     tokens: int
     came_at: int
     positive: torch.Tensor | None = None
     negative: torch.Tensor | None = None
     latents: torch.Tensor | None = None
+    condition: torch.Tensor | None = None
+    kept: Kept | None = None
     scheduler: Any = None
     timesteps: torch.Tensor | None = None
     step: int = 0
@@ -50,9 +61,10 @@ class Drawing:
         return self.tokens * self.wish.steps
 
     @property
-    def grid(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of image tokens."""
-        return (1, self.wish.height // SIZE_MULTIPLE, self.wish.width // SIZE_MULTIPLE)
+    def grids(self) -> tuple[tuple[int, int, int], ...]:
+        """Frames, rows and columns of image tokens: of what is drawn, then of the pictures it comes from."""
+        sizes = ((self.wish.width, self.wish.height), *self.wish.sources)
+        return tuple((1, height // SIZE_MULTIPLE, width // SIZE_MULTIPLE) for width, height in sizes)
 
     def branches(self) -> tuple[torch.Tensor, ...]:
         """Text features of each guidance branch: with the prompt, and with the negative prompt if it counts."""
@@ -68,3 +80,10 @@ class Drawing:
         """The latents, known to exist."""
         assert self.latents is not None
         return self.latents
+
+    def seen(self) -> torch.Tensor:
+        """What the transformer sees of each picture: its latents, then those of the pictures it comes from."""
+        latents = self.noisy()
+        return (
+            latents if self.condition is None else torch.cat([latents, self.condition.expand(len(latents), -1, -1)], 1)
+        )

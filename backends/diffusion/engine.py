@@ -22,6 +22,7 @@ from backends.diffusion.forward import Prediction
 from backends.diffusion.model import Model, find_model
 from backends.diffusion.options import MAX_SEED, Wish, read_options, read_wish
 from backends.diffusion.packed import Packed
+from backends.diffusion.text import Prompt
 
 log = logging.getLogger("triton_omni.diffusion")
 
@@ -50,6 +51,7 @@ class DiffusionEngine:
         torch.set_num_threads(self.options.threads)
         folder = find_model(self.options.model, package_dir, context.models_dir)
         self.model = Model(folder, self.options, context.device)
+        self._limits = self.model.within(self.options.limits)
         self.forwards = 0
         self.tokens_done = 0
         self._drawings: list[Drawing] = []
@@ -61,16 +63,18 @@ class DiffusionEngine:
     # --- contract ------------------------------------------------------------------------------------------------
     def open(self, run: Run) -> None:
         """Take a run; nothing is computed yet but token ids."""
-        wish = read_wish(run.request, self.stage, self.options.limits, self.options.defaults)
-        ids = self._ids(wish.prompt, "input" if run.request.operation == "image" else "messages")
+        wish = read_wish(run.request, self.stage, self._limits, self.options.defaults)
+        if wish.pictures and "image" not in run.inputs:
+            raise BadRequest("pictures come in the input tensor 'image'", "messages")
+        prompt = self._prompt(wish, wish.prompt, "input" if run.request.operation == "image" else "messages")
         negative = None
         if wish.has_guidance:
             assert wish.negative_prompt is not None
-            negative = self._ids(wish.negative_prompt, f"stages.{self.stage}.negative_prompt")
-        text = self.model.text
-        tokens = sum(wish.picture_tokens + text.count(i) for i in (ids, negative) if i is not None) * wish.n
+            negative = self._prompt(wish, wish.negative_prompt, f"stages.{self.stage}.negative_prompt")
+        picture = wish.picture_tokens + wish.source_tokens
+        tokens = sum(picture + p.count for p in (prompt, negative) if p is not None) * wish.n
         seed = secrets.randbelow(MAX_SEED + 1) if wish.seed is None else wish.seed
-        drawing = Drawing(run, wish, seed, ids, negative, text.count(ids), tokens, self.tokens_done)
+        drawing = Drawing(run, wish, seed, prompt, negative, tokens, self.tokens_done)
         run.state = drawing
         self._drawings.append(drawing)
 
@@ -134,7 +138,7 @@ class DiffusionEngine:
         for drawing in chosen:
             if drawing.is_prepared:
                 continue
-            known = self.model.text.knows(drawing.prompt_ids) and self.model.text.knows(drawing.negative_ids)
+            known = self.model.text.knows(drawing.prompt) and self.model.text.knows(drawing.negative_prompt)
             if not known and not may_encode:
                 continue
             may_encode = may_encode and known
@@ -190,12 +194,12 @@ class DiffusionEngine:
         self.forwards += 1
         self.tokens_done += sum(d.tokens for d in batch)
 
-    def _ids(self, prompt: str, field: str) -> tuple[int, ...]:
-        ids = self.model.text.ids(prompt)
-        count = self.model.text.count(ids)
+    def _prompt(self, wish: Wish, text: str, field: str) -> Prompt:
+        prompt = self.model.prompt(wish, text)
+        count = prompt.count - prompt.picture_tokens
         if count > self.options.max_prompt_tokens:
             raise BadRequest(f"{count} tokens long; at most {self.options.max_prompt_tokens} are read", field)
-        return ids
+        return prompt
 
     def _fail(self, drawing: Drawing, message: str, events: list[Event]) -> None:
         self._drop(drawing)
@@ -239,7 +243,8 @@ def _meta(decode: Decode) -> dict[str, Any]:
 def _usage(drawing: Drawing) -> dict[str, float]:
     wish = drawing.wish
     return {
-        "prompt_tokens": drawing.prompt_tokens,
+        "prompt_tokens": drawing.prompt.count,
+        "prompt_image_tokens": drawing.prompt.picture_tokens,
         "completion_tokens": wish.n * wish.picture_tokens,
         "images": wish.n,
         "steps": wish.steps,

@@ -2,7 +2,7 @@
 """Ways to put several drawings through the transformer: the readable ones.
 
 All return, per drawing, the predicted velocity with the prompt and (if it has guidance) with the negative prompt,
-each (n, image tokens, channels).
+each (n, image tokens, channels); of the tokens of pictures that an edit comes from nothing is returned.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def regroup(drawings: Sequence[Drawing], rows: Sequence[torch.Tensor]) -> list[P
     for drawing in drawings:
         parts: list[torch.Tensor | None] = []
         for _ in drawing.branches():
-            parts.append(torch.stack(list(rows[at : at + drawing.wish.n])))
+            parts.append(torch.stack([r[: drawing.wish.picture_tokens] for r in rows[at : at + drawing.wish.n]]))
             at += drawing.wish.n
         positive, negative = (*parts, None)[:2]
         assert positive is not None
@@ -72,13 +72,13 @@ class OneByOne:
         timestep = drawing.time().expand(len(latents)).to(latents.dtype) / 1000
         results = [
             self._transformer(
-                hidden_states=latents,
+                hidden_states=drawing.seen(),
                 timestep=timestep,
                 encoder_hidden_states=features.expand(len(latents), -1, -1),
                 encoder_hidden_states_mask=None,
-                img_shapes=[[drawing.grid]] * len(latents),
+                img_shapes=[list(drawing.grids)] * len(latents),
                 return_dict=False,
-            )[0]
+            )[0][:, : latents.shape[1]]
             for features in drawing.branches()
         ]
         return Prediction(results[0], results[1] if len(results) == 2 else None)
@@ -92,14 +92,14 @@ class Padded:
 
     def predict(self, drawings: Sequence[Drawing]) -> list[Prediction]:
         found: dict[int, Prediction] = {}
-        by_size = sorted(drawings, key=lambda d: d.grid)
-        for grid, group in groupby(by_size, key=lambda d: d.grid):
+        by_size = sorted(drawings, key=lambda d: d.grids)
+        for _, group in groupby(by_size, key=lambda d: d.grids):
             alike = list(group)
-            for drawing, prediction in zip(alike, regroup(alike, self._group(alike, grid)), strict=True):
+            for drawing, prediction in zip(alike, regroup(alike, self._group(alike)), strict=True):
                 found[id(drawing)] = prediction
         return [found[id(d)] for d in drawings]
 
-    def _group(self, drawings: list[Drawing], grid: tuple[int, int, int]) -> Sequence[torch.Tensor]:
+    def _group(self, drawings: list[Drawing]) -> Sequence[torch.Tensor]:
         rows = rows_of(drawings)
         lengths = [r.features.shape[1] for r in rows]
         longest = max(lengths)
@@ -108,13 +108,13 @@ class Padded:
         if min(lengths) < longest:
             positions = torch.arange(longest, device=features.device)
             mask = positions[None] < torch.tensor(lengths, device=features.device)[:, None]
-        latents = torch.stack([r.drawing.noisy()[r.picture] for r in rows])
+        latents = torch.stack([r.drawing.seen()[r.picture] for r in rows])
         timesteps = torch.stack([r.drawing.time() for r in rows]).to(latents.dtype) / 1000
         return self._transformer(
             hidden_states=latents,
             timestep=timesteps,
             encoder_hidden_states=features,
             encoder_hidden_states_mask=mask,
-            img_shapes=[[grid]] * len(rows),
+            img_shapes=[list(drawings[0].grids)] * len(rows),
             return_dict=False,
         )[0]

@@ -8,13 +8,13 @@ works, and the engine calls it again, with the deploy file's limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest
+from backends.core.generate import GenerateRequest, Part
 from backends.core.hints import nearest_key
 
 MAX_SEED = 2**63 - 1
@@ -24,6 +24,10 @@ SIZE_MULTIPLE = 16
 MIN_SIDE = 32
 MAX_SIDE = 4096
 MAX_SCALE = 20.0
+MAX_PICTURES = 16
+MAX_RATIO = 8
+SOURCE_MULTIPLE = 32
+"""Pictures to edit are brought to sides of whole 32 pixels."""
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -36,6 +40,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one request may cost on this machine.
 
     A schedule with a fixed last sigma divides zero by zero for one step, so there are at least two.
+    max_pictures counts the pictures that a request brings to be edited, masks says whether they may be edited in part;
+    the checkpoint may allow less.
     """
 
     max_pixels: Count = 2 * 1024 * 1024
@@ -44,16 +50,22 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_partial_images: Annotated[int, msgspec.Meta(ge=0, le=3)] = 3
     max_total_pixels: Count = 8 * 1024 * 1024
     min_steps: Annotated[int, msgspec.Meta(ge=2)] = 2
+    max_pictures: Annotated[int, msgspec.Meta(ge=0, le=MAX_PICTURES)] = 3
+    masks: bool = True
 
 
 class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request that says nothing gets. Guidance works only against a negative prompt; " " is one."""
+    """What a request that says nothing gets. Guidance works only against a negative prompt; " " is one.
+
+    source_pixels is the area that a picture to edit is brought to, whatever it was, and the size of the edited one.
+    """
 
     width: Count = 1024
     height: Count = 1024
     steps: Count = 50
     true_cfg_scale: float = 4.0
     negative_prompt: str | None = None
+    source_pixels: Annotated[int, msgspec.Meta(ge=128 * 128, le=MAX_SIDE * MAX_SIDE // MAX_RATIO)] = 1024 * 1024
 
 
 class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,7 +128,11 @@ class ImageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """A request with everything decided but the seed (None: the engine draws one and reports it)."""
+    """A request with everything decided but the seed (None: the engine draws one and reports it).
+
+    pictures, mask  slices of the request's `image` tensor: what is to be edited, and where
+    sources         (width, height) that each of these pictures is brought to
+    """
 
     prompt: str
     negative_prompt: str | None
@@ -128,11 +144,19 @@ class Wish(msgspec.Struct, frozen=True):
     n: int
     partial_images: int
     guidance_scale: float | None
+    pictures: tuple[Part, ...] = ()
+    sources: tuple[tuple[int, int], ...] = ()
+    mask: Part | None = None
 
     @property
     def picture_tokens(self) -> int:
-        """Tokens of one picture."""
+        """Tokens of one picture that is drawn."""
         return (self.width // SIZE_MULTIPLE) * (self.height // SIZE_MULTIPLE)
+
+    @property
+    def source_tokens(self) -> int:
+        """Tokens of the latents of all pictures to edit."""
+        return sum((width // SIZE_MULTIPLE) * (height // SIZE_MULTIPLE) for width, height in self.sources)
 
     @property
     def has_guidance(self) -> bool:
@@ -144,19 +168,27 @@ def read_wish(request: GenerateRequest, stage: str, limits: Limits, defaults: De
     """What the request asks for; raises BadRequest naming the field."""
     options = _options(request.stages.get(stage, {}), stage)
     seed = options.seed if options.seed is not None else request.sampling.seed
+    prompt, pictures, mask = _description(request, limits)
+    sources = tuple(source_size(part.shape, defaults.source_pixels) for part in pictures)
+    width, height = sources[-1] if sources else (defaults.width, defaults.height)
     wish = Wish(
-        prompt=_prompt(request),
+        prompt=prompt,
         negative_prompt=options.negative_prompt if options.negative_prompt is not None else defaults.negative_prompt,
-        width=options.width if options.width is not None else defaults.width,
-        height=options.height if options.height is not None else defaults.height,
+        width=options.width if options.width is not None else width,
+        height=options.height if options.height is not None else height,
         steps=options.steps if options.steps is not None else defaults.steps,
         true_cfg_scale=options.true_cfg_scale if options.true_cfg_scale is not None else defaults.true_cfg_scale,
         seed=seed,
         n=options.n,
         partial_images=options.partial_images,
         guidance_scale=options.guidance_scale,
+        pictures=pictures,
+        sources=sources,
+        mask=mask,
     )
     at = f"stages.{stage}"
+    if mask is not None and (wish.width, wish.height) != (width, height):
+        raise BadRequest(f"with a mask the edited picture is {width}x{height}", f"{at}.width")
     _check_size(wish, limits, at)
     _within(wish.steps, limits.min_steps, limits.max_steps, f"{at}.steps")
     _within(wish.n, 1, limits.max_images, f"{at}.n")
@@ -187,23 +219,64 @@ def _options(given: Mapping[str, Any], stage: str) -> ImageOptions:
         raise BadRequest(message, f"stages.{stage}.{name}" if name else f"stages.{stage}") from None
 
 
-def _prompt(request: GenerateRequest) -> str:
-    """The description of the picture: `input`, or the text of the last user message of a chat."""
-    if request.operation == "image":
-        text, field = request.input, "input"
-    else:
-        field = "messages"
-        users = [m for m in request.messages if m.role == "user"]
-        if not users:
+def _description(request: GenerateRequest, limits: Limits) -> tuple[str, tuple[Part, ...], Part | None]:
+    """What to draw: `input`, or the text, pictures and mask of the last user message."""
+    field = "input" if request.operation == "image" else "messages"
+    text, pictures, mask = request.input, (), None
+    if field == "messages":
+        places = [i for i, message in enumerate(request.messages) if message.role == "user"]
+        if not places:
             raise BadRequest("there is no user message to draw", field)
-        if any(part.type != "text" for part in users[-1].parts):
-            raise BadRequest("this model draws from text only; it does not edit pictures", field)
-        text = "".join(part.text for part in users[-1].parts)
+        parts = request.messages[places[-1]].parts
+        text = "".join(part.text for part in parts)
+        pictures, mask = _pictures(parts, f"messages[{places[-1]}]", limits)
+        if request.operation == "edit" and not pictures:
+            raise BadRequest("an edit needs a picture", field)
     if not text.strip():
         raise BadRequest("a picture needs a description", field)
     if len(text) > MAX_PROMPT_CHARS:
         raise BadRequest(f"a description may have {MAX_PROMPT_CHARS} characters, not {len(text)}", field)
-    return text
+    return text, pictures, mask
+
+
+def _pictures(parts: Sequence[Part], field: str, limits: Limits) -> tuple[tuple[Part, ...], Part | None]:
+    """Pictures, and the mask if there is one: a part of type "image" with rows and columns only."""
+    pictures: list[Part] = []
+    mask: Part | None = None
+    for place, part in enumerate(parts):
+        at = f"{field}.content[{place}]"
+        if part.type not in ("text", "image"):
+            raise BadRequest(f"this model draws from text and pictures, not from {part.type}", at)
+        if part.type == "image" and not limits.max_pictures:
+            raise BadRequest("this model draws from text only; it does not edit pictures", at)
+        if len(part.shape) == 2 and mask is None:
+            mask = part
+            if not limits.masks:
+                raise BadRequest("this model edits whole pictures; it takes no mask", at)
+            if not pictures or part.shape != pictures[0].shape[:2]:
+                raise BadRequest("a mask follows its picture and has its height and width", f"{at}.shape")
+        elif part.type == "image":
+            _check_picture(part, f"{at}.shape")
+            pictures.append(part)
+            if len(pictures) > limits.max_pictures:
+                raise BadRequest(f"this model takes {limits.max_pictures} at a time", at)
+    return tuple(pictures), mask
+
+
+def _check_picture(part: Part, field: str) -> None:
+    """The shape is height, width, 3, and neither side is so short that nothing is left of it."""
+    if len(part.shape) != 3 or part.shape[-1] != 3 or min(part.shape) < 1:
+        raise BadRequest(f"must be height, width, 3, not {list(part.shape)}", field)
+    height, width = part.shape[:2]
+    if max(height, width) > MAX_RATIO * min(height, width):
+        raise BadRequest(f"{width}x{height}: one side may be {MAX_RATIO} times the other", field)
+
+
+def source_size(shape: Sequence[int], pixels: int) -> tuple[int, int]:
+    """(width, height) of about `pixels` with the proportions of a picture of this shape, as diffusers computes it."""
+    ratio = shape[1] / shape[0]
+    width = math.sqrt(pixels * ratio)
+    return round(width / SOURCE_MULTIPLE) * SOURCE_MULTIPLE, round(width / ratio / SOURCE_MULTIPLE) * SOURCE_MULTIPLE
 
 
 def _check_size(wish: Wish, limits: Limits, at: str) -> None:

@@ -95,11 +95,11 @@ class Packed:
     def _lay_out(self, drawings: Sequence[Drawing]) -> Layout:
         model = self._model
         rows = rows_of(drawings)
-        image_lengths = [r.drawing.noisy().shape[1] for r in rows]
+        image_lengths = [r.drawing.seen().shape[1] for r in rows]
         text_lengths = [r.features.shape[1] for r in rows]
         device = rows[0].features.device
         tables = [
-            model.pos_embed([[r.drawing.grid]], max_txt_seq_len=length, device=device)
+            model.pos_embed([list(r.drawing.grids)], max_txt_seq_len=length, device=device)
             for r, length in zip(rows, text_lengths, strict=True)
         ]
         features = torch.cat([r.features[0] for r in rows])
@@ -126,7 +126,7 @@ class Packed:
     def _forward(self, layout: Layout) -> Sequence[torch.Tensor]:
         """Velocities, one (image tokens, channels) per row."""
         model = self._model
-        latents = torch.cat([r.drawing.noisy()[r.picture] for r in layout.rows])
+        latents = torch.cat([r.drawing.seen()[r.picture] for r in layout.rows])
         times = torch.stack([r.drawing.time() for r in layout.rows]).to(latents.dtype) / 1000
         image = model.img_in(self._fill(latents))[None]
         time = model.time_text_embed(self._fill(times), image)

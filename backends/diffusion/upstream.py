@@ -10,12 +10,16 @@ import sys
 
 __all__ = [
     "PRETOKENIZE_REGEX", "AutoencoderKLQwenImage",
+    "DiagonalGaussianDistribution",
     "DiffusionPipeline",
     "FlowMatchEulerDiscreteScheduler",
     "Qwen2Tokenizer",
     "Qwen2_5_VLConfig",
     "Qwen2_5_VLForConditionalGeneration",
     "QwenImageCausalConv3d",
+    "QwenImageEditInpaintPipeline",
+    "QwenImageEditPipeline",
+    "QwenImageEditPlusPipeline",
     "QwenImagePipeline",
     "QwenImageTransformer2DModel",
     "apply_rotary_emb_qwen",
@@ -49,9 +53,13 @@ def hide_broken_companions() -> None:
 hide_broken_companions()
 
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage, QwenImageCausalConv3d
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel, apply_rotary_emb_qwen
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline, calculate_shift
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import QwenImageEditPipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_inpaint import QwenImageEditInpaintPipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import QwenImageEditPlusPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from diffusers.utils import logging as diffusers_logging
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer

@@ -9,13 +9,13 @@ and without the frame cache that makes the stock decoder stateful.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from backends.diffusion.upstream import QwenImageCausalConv3d
+from backends.diffusion.upstream import DiagonalGaussianDistribution, QwenImageCausalConv3d
 
 
 class FrameConv(nn.Module):
@@ -48,18 +48,26 @@ def reduce_to_one_frame(module: nn.Module) -> list[tuple[FrameConv, QwenImageCau
     return pairs
 
 
-Decoder = Callable[[torch.Tensor], torch.Tensor]
-"""Latents (n, channels, 1, h, w) to pictures (n, 3, 1, 8h, 8w) in -1..1."""
+class Codec(NamedTuple):
+    """Both ways of a VAE: pictures (n, 3, 1, 8h, 8w) in -1..1 from and to latents (n, channels, 1, h, w)."""
+
+    encode: Callable[[torch.Tensor], DiagonalGaussianDistribution]
+    decode: Callable[[torch.Tensor], torch.Tensor]
 
 
-def one_frame_decoder(vae: Any) -> Decoder:
-    """The VAE's decoder in one-frame form; changes the VAE."""
+def one_frame_codec(vae: Any) -> Codec:
+    """The VAE in one-frame form; changes the VAE."""
     reduce_to_one_frame(vae)
-    return lambda latents: vae.decoder(vae.post_quant_conv(latents)).clamp(-1.0, 1.0)
+    return Codec(
+        lambda pixels: DiagonalGaussianDistribution(vae.quant_conv(vae.encoder(pixels))),
+        lambda latents: vae.decoder(vae.post_quant_conv(latents)).clamp(-1.0, 1.0),
+    )
 
 
-def stock_decoder(vae: Any, tiling: bool) -> Decoder:
-    """The VAE's own decode. It keeps state inside the module: one decode at a time."""
+def stock_codec(vae: Any, tiling: bool) -> Codec:
+    """The VAE's own methods. They keep state inside the module: one picture at a time."""
     if tiling:
         vae.enable_tiling()
-    return lambda latents: vae.decode(latents, return_dict=False)[0]
+    return Codec(
+        lambda pixels: vae.encode(pixels).latent_dist, lambda latents: vae.decode(latents, return_dict=False)[0]
+    )

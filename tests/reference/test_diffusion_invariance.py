@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from backends.core.engine import Event, Failed, Run
+from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo, save_tiny_edit
 from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures, save_tiny_image
 
 torch = pytest.importorskip("torch")
@@ -29,6 +30,11 @@ SIDES = (32, 64, 64, 96, 128)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory):
     return save_tiny_image(tmp_path_factory.mktemp("image") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def edit_folder(tmp_path_factory: pytest.TempPathFactory):
+    return save_tiny_edit(tmp_path_factory.mktemp("edit") / "tiny")
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +59,22 @@ def requests(count: int) -> list[dict[str, Any]]:
     return found
 
 
+def with_edits(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same, but two of three edit a picture, every other of them under a mask."""
+    found: list[dict[str, Any]] = []
+    for number, one in enumerate(asked):
+        if number % 3:
+            width, height = one.pop("width"), one.pop("height")
+            mask = hole(width, height) if number % 2 else None
+            one |= {"pictures": [photo(width, height, number)], "mask": mask}
+        found.append(one)
+    return found
+
+
+def make(one: dict[str, Any]) -> Run:
+    return edit_run(**one) if "pictures" in one else image_run(**one)
+
+
 def poison(run: Run, rng: random.Random) -> None:
     """Make the run fail at its next step, by an exception or by numbers."""
     latents = run.state.latents
@@ -69,7 +91,7 @@ def life(engine: Any, asked: list[dict[str, Any]], rng: random.Random) -> tuple[
     while order or engine.busy:
         while order and rng.random() < 0.5:
             number = order.pop()
-            runs[number] = image_run(**asked[number])
+            runs[number] = make(asked[number])
             engine.open(runs[number])
             undisturbed.add(number)
         events += engine.step()
@@ -92,16 +114,25 @@ def life(engine: Any, asked: list[dict[str, Any]], rng: random.Random) -> tuple[
     ],
 )
 def test_bytes_do_not_depend_on_company(folder, threads: int, count: int, budgets: tuple[int, ...]) -> None:
-    asked = requests(count)
+    compare(folder, requests(count), budgets, threads=threads)
+
+
+def test_bytes_of_edits_do_not_depend_on_company(edit_folder) -> None:
+    defaults = {"source_pixels": SOURCE_PIXELS}
+    compare(edit_folder, with_edits(requests(18)), (1000, 100_000), threads=1, defaults=defaults)
+
+
+def compare(folder, asked: list[dict[str, Any]], budgets: tuple[int, ...], **deploy: Any) -> None:
+    """Each request alone, then all of them in several lives with other budgets."""
     alone: list[list[bytes]] = []
-    engine = engine_of(folder, threads=threads)
+    engine = engine_of(folder, **deploy)
     for one in asked:
-        run = image_run(**one)
+        run = make(one)
         engine.open(run)
         alone.append([p.tobytes() for p in pictures(finish(engine), run)])
     compared = 0
     for trial, budget in enumerate(budgets):
-        engine = engine_of(folder, threads=threads, max_batch_tokens=budget)
+        engine = engine_of(folder, max_batch_tokens=budget, **deploy)
         runs, undisturbed, events = life(engine, asked, random.Random(trial))
         assert len(runs) == len(asked)
         for number in undisturbed:

@@ -8,6 +8,7 @@ prefix into exactly 34 tokens; `make_tokenizer` checks it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +50,8 @@ class Sizes:
     text_layers: int = 2
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
-    """A byte-level BPE over the template's and the prompts' words; other text falls back to bytes."""
+def make_tokenizer(texts: Sequence[str] = (), specials: Sequence[str] = ()) -> Qwen2Tokenizer:
+    """A byte-level BPE over the template's and the prompts' words and `texts`; other text falls back to bytes."""
     template = ["Describe", "system", "user", "assistant"]
     template += [" " + w for w in TEMPLATE_PREFIX.split("Describe ")[1].split(":")[0].replace(",", "").split()]
     corpus = [w for w in template for _ in range(50)]
@@ -66,11 +67,11 @@ def make_tokenizer() -> Qwen2Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.train_from_iterator(corpus + [text for text in texts for _ in range(50)], trainer)
     model = json.loads(tokenizer.to_str())["model"]
     merges: Any = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
     result = Qwen2Tokenizer(
-        vocab=model["vocab"], merges=merges, additional_special_tokens=["<|im_start|>", "<|im_end|>"]
+        vocab=model["vocab"], merges=merges, additional_special_tokens=["<|im_start|>", "<|im_end|>", *specials]
     )
     assert len(result(TEMPLATE_PREFIX).input_ids) == TEMPLATE_PREFIX_TOKENS
     return result

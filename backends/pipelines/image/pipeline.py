@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backends.diffusion.pipeline import text_to_image
+from backends.diffusion.pipeline import drawing_pipeline
 
-PIPELINE = text_to_image(
+PIPELINE = drawing_pipeline(
     "image",
     package_dir=str(Path(__file__).parent),
     about={

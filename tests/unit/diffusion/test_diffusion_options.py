@@ -123,7 +123,7 @@ def test_a_chat_draws_its_last_user_message() -> None:
 def test_a_chat_without_text_to_draw_is_refused(messages: tuple[Message, ...]) -> None:
     with pytest.raises(BadRequest) as caught:
         PIPELINE.check(GenerateRequest(messages=messages))
-    assert caught.value.where == "messages"
+    assert caught.value.where.startswith("messages")
 
 
 def test_the_pipeline_refuses_before_any_stage_works() -> None:

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures to edit: what the text encoder and the transformer see of them, as diffusers' edit pipelines make it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from backends.core.generate import Part
+from backends.diffusion.drawing import Drawing, Kept
+from backends.diffusion.options import MAX_PICTURES, source_size
+from backends.diffusion.text import Prompt, Template
+from backends.diffusion.upstream import QwenImageEditInpaintPipeline, QwenImageEditPlusPipeline
+from backends.diffusion.vae import Codec
+
+PAD = "<|image_pad|>"
+VISION = f"<|vision_start|>{PAD}<|vision_end|>"
+
+
+class Editor:
+    """The part of an edit pipeline that looks at pictures; the rest of the work is that of any drawing.
+
+    There are two kinds of checkpoints: those that take one picture, and a mask, and those that take several.
+    """
+
+    def __init__(self, pipe: Any, device: torch.device, codec: Codec, source_pixels: int) -> None:
+        self._pipe, self._device, self._codec = pipe, device, codec
+        takes_several = isinstance(pipe, QwenImageEditPlusPipeline)
+        self.max_pictures = MAX_PICTURES if takes_several else 1
+        self.masks = None if takes_several else QwenImageEditInpaintPipeline(**pipe.components).mask_processor
+        self._intro = f"Picture {{}}: {VISION}" if takes_several else VISION
+        self._seen_pixels = source_pixels * 9 // 64 if takes_several else source_pixels  # 384 x 384 of 1024 x 1024
+        self._template = Template(
+            pipe.tokenizer, pipe.prompt_template_encode.replace(VISION, ""), pipe.prompt_template_encode_start_idx
+        )
+        self._pad: int = pipe.tokenizer.convert_tokens_to_ids(PAD)
+
+    def prompt(self, text: str, pictures: Sequence[Part]) -> Prompt:
+        """The prompt in its template, with as many tokens for each picture as the encoder makes of it."""
+        plain = self._template.prompt(text, "".join(self._intro.format(i + 1) for i in range(len(pictures))))
+        viewer = self._pipe.processor.image_processor
+        sizes = [source_size(part.shape, self._seen_pixels) for part in pictures]
+        counts = [viewer.get_number_of_image_patches(height, width) // viewer.merge_size**2 for width, height in sizes]
+        left = iter(counts)
+        ids = [i for token in plain.ids for i in ([token] * next(left) if token == self._pad else [token])]
+        return plain._replace(ids=tuple(ids), picture_tokens=sum(counts))
+
+    def look(self, drawing: Drawing, generator: torch.Generator) -> None:
+        """Set the drawing's features and condition. A condition under a mask is drawn from the VAE's distribution."""
+        wish = drawing.wish
+        pictures = [Image.fromarray(_pixels(drawing, part)) for part in wish.pictures]
+        seen = self._seen(pictures)
+        drawing.positive = self._features(drawing.prompt, seen)
+        if drawing.negative_prompt is not None:
+            drawing.negative = self._features(drawing.negative_prompt, seen)
+        sources = [self._source(picture, size) for picture, size in zip(pictures, wish.sources, strict=True)]
+        dtype = drawing.positive.dtype
+        latents = [self._latents(s.to(dtype), generator if wish.mask else None) for s in sources]
+        drawing.condition = torch.cat(latents, dim=1)
+
+    def kept(self, drawing: Drawing) -> Kept:
+        """The mask, one value per number of the latents."""
+        wish, latents = drawing.wish, drawing.noisy()
+        assert wish.mask is not None and self.masks is not None
+        picture = Image.fromarray(_pixels(drawing, wish.mask))
+        spread = self.masks.preprocess(picture, height=wish.height, width=wish.width)
+        factor: int = self._pipe.vae_scale_factor
+        mask = F.interpolate(spread, size=(wish.height // factor, wish.width // factor)).to(latents)
+        return Kept(self._pack(mask.expand(-1, latents.shape[-1] // 4, -1, -1)), latents)
+
+    def _seen(self, pictures: Sequence[Image.Image]) -> Any:
+        """The pictures as the text encoder takes them."""
+        sizes = [source_size((p.height, p.width), self._seen_pixels) for p in pictures]
+        resize = self._pipe.image_processor.resize
+        small = [resize(picture, height, width) for picture, (width, height) in zip(pictures, sizes, strict=True)]
+        return self._pipe.processor.image_processor(images=small, return_tensors="pt").to(self._device)
+
+    def _features(self, prompt: Prompt, seen: Any) -> torch.Tensor:
+        """(1, prompt.count, dim)"""
+        encoder = self._pipe.text_encoder
+        tokens = torch.tensor([prompt.ids], device=self._device)
+        hidden = encoder(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True, **seen
+        ).hidden_states[-1]
+        return hidden[:, prompt.skip :].to(encoder.dtype).contiguous()
+
+    def _pack(self, spread: torch.Tensor) -> torch.Tensor:
+        """(1, channels, …, rows, columns) as the transformer takes latents."""
+        return self._pipe._pack_latents(spread.contiguous(), 1, spread.shape[1], *spread.shape[-2:])
+
+    def _source(self, picture: Image.Image, size: tuple[int, int]) -> torch.Tensor:
+        """(1, 3, 1, height, width) in -1..1"""
+        width, height = size
+        return self._pipe.image_processor.preprocess(picture, height, width).unsqueeze(2).to(self._device)
+
+    def _latents(self, source: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        """(1, image tokens, channels); without a generator the most likely ones."""
+        found = self._codec.encode(source)
+        config = self._pipe.vae.config
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1).to(source) for v in (config.latents_mean, config.latents_std))
+        if generator is not None:  # the inpaint pipeline multiplies, which rounds otherwise
+            return self._pack((found.sample(generator) - mean) * (1.0 / std))
+        return self._pack((found.mode() - mean) / std)
+
+
+def _pixels(drawing: Drawing, part: Part) -> np.ndarray:
+    """A picture or a mask of the request."""
+    flat = np.frombuffer(drawing.run.inputs["image"].data, np.uint8)
+    return flat[part.offset : part.offset + int(np.prod(part.shape))].reshape(part.shape)

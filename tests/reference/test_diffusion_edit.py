@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edits by the diffusion engine against diffusers' own edit pipelines on tiny random checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.core.engine import Finished, Output, Run
+from backends.core.errors import BadRequest
+from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo, save_tiny_edit
+from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(280)
+
+LONG = "draw a small green cat with a sign that says hello in front of the background"
+SMALL = {"source_pixels": SOURCE_PIXELS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_edit(tmp_path_factory.mktemp("edit") / "one")
+
+
+@pytest.fixture(scope="module")
+def several_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_edit(tmp_path_factory.mktemp("edit") / "several", several=True)
+
+
+def stock_of(kind: Any, folder: Path) -> Any:
+    from backends.diffusion.upstream import be_quiet
+
+    be_quiet()
+    pipe = kind.from_pretrained(folder, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture
+def small_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stock pipelines bring pictures to SOURCE_PIXELS instead of a megapixel; nothing else is changed."""
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
+
+    stock, part = pipeline_qwenimage_edit.calculate_dimensions, SOURCE_PIXELS / (1024 * 1024)
+    for name, values in (("edit", 3), ("edit_inpaint", 3), ("edit_plus", 2)):
+        place = f"diffusers.pipelines.qwenimage.pipeline_qwenimage_{name}.calculate_dimensions"
+        monkeypatch.setattr(place, lambda area, ratio, values=values: stock(area * part, ratio)[:values])
+
+
+def drawn_by(pipe: Any, run: Run, output: str) -> list[np.ndarray]:
+    from PIL import Image
+
+    asked, (message,) = run.request.stages["denoiser"], run.request.messages
+    flat = np.asarray(run.inputs["image"].data)
+    items = [
+        Image.fromarray(flat[p.offset : p.offset + p.length].reshape(p.shape))
+        for p in message.parts
+        if p.type == "image"
+    ]
+    masks = [i for i in items if i.mode == "L"]
+    given = [i for i in items if i.mode == "RGB"]
+    more: dict[str, Any] = {k: asked[k] for k in ("width", "height") if k in asked}
+    if masks:
+        more |= {"mask_image": masks[0], "strength": 1.0}
+    negative = asked.get("negative_prompt")
+    return [
+        np.asarray(image)
+        for image in pipe(
+            image=given if "Plus" in type(pipe).__name__ else given[0],
+            prompt=message.parts[-1].text,
+            negative_prompt=negative,
+            true_cfg_scale=asked["true_cfg_scale"] if negative else 1.0,
+            num_inference_steps=asked["steps"],
+            num_images_per_prompt=asked.get("n", 1),
+            generator=torch.Generator().manual_seed(asked["seed"]),
+            output_type=output,
+            **more,
+        ).images
+    ]
+
+
+def whole() -> list[Run]:
+    """Edits of whole pictures, with every kind of difference that a batch may hold."""
+    wide, tall, square = photo(150, 60, 1), photo(40, 90, 2), photo(64, 64, 3)
+    return [
+        edit_run("a red handwritten 7", [square], steps=5, seed=1),
+        edit_run("3", [wide], negative_prompt=" ", true_cfg_scale=2.5, steps=6, seed=2),
+        edit_run(LONG, [tall], negative_prompt="orange", true_cfg_scale=4.0, steps=4, seed=3, n=2),
+        edit_run("two", [wide], width=64, height=96, steps=5, seed=4),
+    ]
+
+
+def masked() -> list[Run]:
+    wide, square = photo(150, 60, 1), photo(64, 64, 3)
+    return [
+        edit_run("a red 7", [square], hole(64, 64), steps=5, seed=1),
+        edit_run(LONG, [wide], hole(150, 60), negative_prompt=" ", true_cfg_scale=3.0, steps=6, seed=2, n=2),
+    ]
+
+
+def several() -> list[Run]:
+    return [
+        edit_run("a red 7", [photo(64, 64, 3)], steps=5, seed=1),
+        edit_run(LONG, [photo(150, 60, 1), photo(40, 90, 2)], negative_prompt=" ", true_cfg_scale=3.0, steps=4, seed=2),
+    ]
+
+
+CASES = {"whole": whole, "masked": masked, "several": several}
+
+
+def stock_for(case: str, folder: Path, several_folder: Path) -> tuple[Path, Any]:
+    from backends.diffusion import upstream
+
+    kinds = {
+        "whole": upstream.QwenImageEditPipeline,
+        "masked": upstream.QwenImageEditInpaintPipeline,
+        "several": upstream.QwenImageEditPlusPipeline,
+    }
+    chosen = several_folder if case == "several" else folder
+    return chosen, stock_of(kinds[case], chosen)
+
+
+@pytest.mark.usefixtures("small_stock")
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(("batching", "tolerance"), [("seq", 0.0), ("pad", 1e-5), ("packed", 1e-5)])
+def test_edits_are_those_of_the_stock_pipeline(
+    folder, several_folder, case: str, batching: str, tolerance: float
+) -> None:
+    chosen, stock = stock_for(case, folder, several_folder)
+    engine = engine_of(chosen, batching=batching, defaults=SMALL)
+    runs = CASES[case]()
+    for run in runs:
+        engine.open(run)
+    latents: dict[bytes, Any] = {}
+    events: list[Any] = []
+    while engine.busy:
+        events += engine.step()
+        latents |= {r.id: r.state.latents for r in runs if not r.state.steps_left}
+    for run in runs:
+        assert [type(e) for e in ends(events, run)] == [Finished]
+        assert float(np.abs(latents[run.id].numpy() - np.stack(drawn_by(stock, run, "latent"))).max()) <= tolerance
+        for ours, theirs in zip(pictures(events, run), drawn_by(stock, run, "pil"), strict=True):
+            assert ours.shape == theirs.shape
+            assert int(np.abs(ours.astype(int) - theirs.astype(int)).max()) <= (1 if tolerance else 0)
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_a_picture_is_brought_to_a_megapixel_as_the_stock_pipeline_does(folder, with_mask: bool) -> None:
+    from backends.diffusion.upstream import QwenImageEditInpaintPipeline, QwenImageEditPipeline
+
+    run = edit_run("a red 7", [photo(300, 170)], hole(300, 170) if with_mask else None, steps=2, seed=1)
+    engine = engine_of(folder)
+    engine.open(run)
+    (ours,) = pictures(finish(engine), run)
+    stock = stock_of(QwenImageEditInpaintPipeline if with_mask else QwenImageEditPipeline, folder)
+    (theirs,) = drawn_by(stock, run, "pil")
+    assert ours.shape == theirs.shape == (768, 1344, 3)
+    assert int(np.abs(ours.astype(int) - theirs.astype(int)).max()) <= 1
+
+
+# --- beside pictures from text -------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def engine(folder) -> Any:
+    return engine_of(folder, defaults=SMALL)
+
+
+def test_an_edit_checkpoint_also_draws_from_text_in_the_same_steps(folder, engine: Any) -> None:
+    from backends.diffusion.upstream import QwenImagePipeline
+
+    drawn = image_run("a blue 5", width=64, height=96, steps=5, seed=3, negative_prompt=" ", true_cfg_scale=2.0)
+    edited = edit_run("a red 7", [photo(150, 60)], steps=5, seed=1)
+    before = engine.forwards
+    for run in (drawn, edited):
+        engine.open(run)
+    events = finish(engine)
+    assert engine.forwards - before <= 6  # an edit is encoded a step after the first comes
+    parts = {name: part for name, part in stock_parts(folder).items() if name != "processor"}
+    stock = QwenImagePipeline(**parts)
+    (theirs,) = stock(
+        "a blue 5", negative_prompt=" ", true_cfg_scale=2.0, width=64, height=96, num_inference_steps=5,
+        generator=torch.Generator().manual_seed(3),
+    ).images  # fmt: skip
+    assert int(np.abs(pictures(events, drawn)[0].astype(int) - np.asarray(theirs).astype(int)).max()) <= 1
+
+
+def stock_parts(folder: Path) -> dict[str, Any]:
+    from backends.diffusion.upstream import QwenImageEditPipeline
+
+    return stock_of(QwenImageEditPipeline, folder).components
+
+
+def test_what_a_mask_keeps_stays_and_the_rest_changes(engine: Any) -> None:
+    source = photo(128, 128)
+    run = edit_run("a red 7", [source], hole(128, 128), steps=6, seed=1, partial_images=2)
+    engine.open(run)
+    drawing = run.state
+    while drawing.steps_left:
+        events = engine.step()
+    events = [*events, *finish(engine)]
+    kept = drawing.kept.mask == 0
+    assert 0.4 < float(kept.float().mean()) < 0.6
+    assert torch.equal(drawing.latents[kept], drawing.condition[kept])
+    assert not torch.isclose(drawing.latents[~kept], drawing.condition[~kept]).all()
+    assert [e.meta["partial"] for e in events if isinstance(e, Output)][-1] is False
+
+
+def test_tokens_of_pictures_are_counted(engine: Any) -> None:
+    run = edit_run("a red 7", [photo(128, 128)], steps=2, seed=1)
+    engine.open(run)
+    (end,) = ends(finish(engine), run)
+    assert isinstance(end, Finished)
+    assert end.usage["prompt_image_tokens"] == 25  # 128 is brought to 5 x 28
+    assert 25 < end.usage["prompt_tokens"] < 45
+    assert end.usage["completion_tokens"] == 64
+
+
+def test_special_tokens_in_an_edit_prompt_are_text(engine: Any) -> None:
+    run = edit_run("a red <|image_pad|> 7", [photo(128, 128)], steps=2, seed=1)
+    engine.open(run)
+    assert isinstance(ends(finish(engine), run)[0], Finished)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "items", "mask", "where", "says"),
+    [
+        ("x", [], None, "messages", "needs a picture"),
+        (" ", [photo(64, 64)], None, "messages", "needs a description"),
+        ("x", [photo(64, 64), photo(64, 64)], None, "messages[0].content[1]", "takes 1 at a time"),
+        ("x", [photo(64, 64)], hole(64, 32), "messages[0].content[1].shape", "height and width"),
+        ("x", [photo(640, 64)], None, "messages[0].content[0].shape", "640x64"),
+        ("x", [np.zeros((8, 8, 4), np.uint8)], None, "messages[0].content[0].shape", "height, width, 3"),
+        ("red " * 3000, [photo(64, 64)], None, "messages", "tokens long"),
+    ],
+)
+def test_an_edit_that_cannot_be_made_is_refused(
+    engine: Any, prompt: str, items: list[np.ndarray], mask: np.ndarray | None, where: str, says: str
+) -> None:
+    with pytest.raises(BadRequest, match=says) as caught:
+        engine.open(edit_run(prompt, items, mask, steps=2))
+    assert caught.value.where == where
+    assert not engine.busy
+
+
+def test_a_mask_fixes_the_size(engine: Any) -> None:
+    with pytest.raises(BadRequest, match="128x128") as caught:
+        engine.open(edit_run("x", [photo(64, 64)], hole(64, 64), width=64, height=64, steps=2))
+    assert caught.value.where == "stages.denoiser.width"
+
+
+def test_each_kind_of_checkpoint_says_what_it_cannot_do(several_folder, tmp_path: Path) -> None:
+    from tests.kit.tiny_image import save_tiny_image
+
+    with pytest.raises(BadRequest, match="takes no mask") as caught:
+        engine_of(several_folder, defaults=SMALL).open(edit_run("x", [photo(64, 64)], hole(64, 64), steps=2))
+    assert caught.value.where == "messages[0].content[1]"
+    with pytest.raises(BadRequest, match="text only"):
+        engine_of(save_tiny_image(tmp_path / "tiny")).open(edit_run("x", [photo(64, 64)], steps=2))
