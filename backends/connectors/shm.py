@@ -52,6 +52,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     offset: int
     nbytes: int
     device_offset: int = -1
+    sent_s: float = 0.0
 
 
 MALFORMED = (msgspec.MsgspecError, struct.error, LookupError, ValueError, ArithmeticError, RuntimeError, OSError)
@@ -173,7 +174,7 @@ class ShmConnector:
         listed += [(t.spec, t.device, at) for t, at in device_layout]
         header = Header(
             self._next_slot, chunk.run, chunk.edge, chunk.index, chunk.last, chunk.meta, listed,
-            place, max(offset, 0), nbytes, device_offset,
+            place, max(offset, 0), nbytes, device_offset, chunk.sent_s,
         )  # fmt: skip
         sent = _Sent(chunk.run, chunk.edge, offset, device_offset)
         try:
@@ -350,7 +351,9 @@ class ShmConnector:
             for spec, device, at in header.tensors
         ]
         slot = _Slot(header.slot, mapping)
-        return Chunk(header.run, header.edge, header.index, header.last, tuple(tensors), header.meta, slot)
+        return Chunk(
+            header.run, header.edge, header.index, header.last, tuple(tensors), header.meta, slot, header.sent_s
+        )
 
     def _device_tensor(self, header: Header, spec: TensorSpec, at: int) -> Tensor:
         if self._device is None:

@@ -89,20 +89,53 @@ class Progress(Message, frozen=True, array_like=True, tag="progress"):
     meta: dict[str, Any] = {}
 
 
+class Transfer(msgspec.Struct, array_like=True):
+    """What one edge brought a run, as its consumer saw it.
+
+    transfer_s  from the producer's put to the consumer's receipt, summed over chunks. Both read one monotonic clock,
+                which all processes of a host share
+    wait_s      from receipt until the engine took the chunk
+    """
+
+    chunks: int = 0
+    nbytes: int = 0
+    transfer_s: float = 0.0
+    wait_s: float = 0.0
+
+
+class RunStats(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker measured of a run it took, in seconds since its Open. It travels with the run's end.
+
+    outcome  "finished", "failed" or "stopped"
+    first_s  the first chunk or output; None if there was none
+    edges    by upstream stage
+    """
+
+    outcome: str
+    total_s: float
+    first_s: float | None = None
+    edges: dict[str, Transfer] = {}
+
+
 class Finished(Message, frozen=True, array_like=True, tag="finished"):
     """A run is over. reason: "stop", "length", …, or "stopped" after a Stop."""
 
     run: bytes
     reason: str
     usage: dict[str, float] = {}
+    stats: RunStats | None = None
 
 
 class Failed(Message, frozen=True, array_like=True, tag="failed"):
-    """A run failed. `reply_lost`: the orchestrator is gone, so nothing may be sent through Triton any more."""
+    """A run failed. `reply_lost`: the orchestrator is gone, so nothing may be sent through Triton any more.
+
+    stats  None: no worker took it
+    """
 
     run: bytes
     error: ErrorInfo
     reply_lost: bool = False
+    stats: RunStats | None = None
 
 
 class Ping(Message, frozen=True, array_like=True, tag="ping"):

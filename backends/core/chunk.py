@@ -57,6 +57,7 @@ class Chunk:
 
     `run` and `index` are set by the worker, `slot` by the connector that delivered the chunk (None: nothing to
     release). `index` counts from 0 per run and edge. `last` ends the edge; a chunk may be last and carry data.
+    `sent_s` is the producer's monotonic time of putting it; 0 where the receiver does not share that clock.
     """
 
     run: bytes
@@ -66,6 +67,7 @@ class Chunk:
     tensors: tuple[Tensor, ...] = ()
     meta: dict[str, Any] = field(default_factory=dict[str, Any])
     slot: Any = None
+    sent_s: float = 0.0
 
     def tensor(self, name: str) -> Tensor | None:
         """The tensor called `name`, or None."""

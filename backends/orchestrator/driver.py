@@ -26,13 +26,14 @@ from backends.core.pipeline import Pipeline
 from backends.orchestrator.admission import Admission
 from backends.orchestrator.check import check_request, check_request_id
 from backends.orchestrator.live import Arrival, Collected, Limits, Live
-from backends.orchestrator.metrics import Metrics
-from backends.orchestrator.ports import OpenCall, Opener, Piece
+from backends.orchestrator.metrics import CLIENT, Metrics
+from backends.orchestrator.ports import Front, OpenCall, Opener, Piece
 from backends.wire import WIRE_VERSION, Event
 
 log = logging.getLogger("triton_omni.orchestrator")
 
 TICK_S = 0.1  # resolution of deadlines
+ABORT, CLIENT_GONE = "abort", "client_gone"  # why a request was cancelled
 STOP_GRACE_S = 10.0  # a stopped run that has not answered by then is given up; its worker is hung or gone
 
 
@@ -42,6 +43,14 @@ class Gone:
     """The client of a run went away."""
 
     run: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A call that is no request."""
+
+    front: Front
+    error: OmniError
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,7 @@ class Orchestrator:
         self.pipeline = pipeline
         self.deploy = deploy
         self.hub = hub
-        self.metrics = Metrics()
+        self.metrics = Metrics(pipeline)
         self.lives: dict[bytes, Live] = {}
         self.admission: Admission[Live] = Admission(deploy.max_live, deploy.max_queue)
         self._opener = opener
@@ -102,6 +111,10 @@ class Orchestrator:
     def submit(self, arrival: Arrival) -> None:
         """Take a request; it is answered through its front, whatever happens."""
         self.hub.post(arrival)
+
+    def refuse(self, front: Front, error: OmniError) -> None:
+        """Answer a call that could not be read as a request."""
+        self.hub.post(Unreadable(front, error))
 
     def client_gone(self, run: bytes) -> None:
         """Say that a run's client went away."""
@@ -131,7 +144,7 @@ class Orchestrator:
     def _admit(self) -> None:
         for live in self.admission.admit():
             live.admitted_s = live.heard_s = self._clock()
-            self.metrics.queue_s.observe(live.admitted_s - live.arrived_s)
+            self.metrics.queue_s.at().observe(live.admitted_s - live.arrived_s)
             self._apply(live, life.Started())
 
     def _on_posted(self, item: object) -> None:
@@ -139,7 +152,9 @@ class Orchestrator:
             case Arrival():
                 self._on_arrival(item)
             case Gone(run):
-                self._apply_to(run, life.Cancelled("the client went away"))
+                self._apply_to(run, life.Cancelled(CLIENT_GONE))
+            case Unreadable(front, error):
+                self._refuse(front, error)
             case AnswerFailed(run, error):
                 self._apply_to(run, life.Expired(error))
             case _Opened(run, stage, handle):
@@ -165,9 +180,11 @@ class Orchestrator:
                 self._on_accepted(peer, run, stage, address)
             case msg.Progress(run=run, meta=meta):
                 self._on_progress(run, stage, meta)
-            case msg.Finished(run=run, reason=reason, usage=usage):
+            case msg.Finished(run=run, reason=reason, usage=usage, stats=stats):
+                self._note(run, stage, stats)
                 self._apply_to(run, life.Finished(stage, reason, usage))
-            case msg.Failed(run=run, error=error):
+            case msg.Failed(run=run, error=error, stats=stats):
+                self._note(run, stage, stats)
                 self._apply_to(run, life.Failed(stage, error.error()))
             case msg.Ping():
                 peer.send(msg.Ping(self.hub.name, "ready", len(self.lives)))
@@ -175,6 +192,10 @@ class Orchestrator:
                 self._on_lost(peer, stage)
             case _:
                 log.warning("unexpected message %s from %s", type(item).__name__, peer.name)
+
+    def _note(self, run: bytes, stage: str, stats: msg.RunStats | None) -> None:
+        if run in self.lives and stats is not None:
+            self.lives[run].stats[stage] = stats
 
     def _on_accepted(self, peer: Peer, run: bytes, stage: str, address: str) -> None:
         live = self.lives.get(run)
@@ -196,14 +217,15 @@ class Orchestrator:
             else:
                 self._queue(arrival)
         except OmniError as error:
-            self._refuse(arrival, error)
+            self._refuse(arrival.front, error)
         except Exception as error:  # the loop border: a bug in a pipeline's check must not leave a client waiting
             log.exception("request %s could not be checked", arrival.request_id)
-            self._refuse(arrival, Internal(f"{type(error).__name__}: {error}"))
+            self._refuse(arrival.front, Internal(f"{type(error).__name__}: {error}"))
 
-    def _refuse(self, arrival: Arrival, error: OmniError) -> None:
-        self.metrics.refused(error.code)
-        arrival.front.fail(error)
+    def _refuse(self, front: Front, error: OmniError) -> None:
+        """End a request at the door: it took no time."""
+        self.metrics.ended(error.code, 0.0, {})
+        front.fail(error)
 
     def _queue(self, arrival: Arrival) -> None:
         check_request(self.pipeline, arrival.request, arrival.media)
@@ -223,7 +245,7 @@ class Orchestrator:
         working = [live for live in self.lives.values() if live.machine.outcome is None]
         found = [live for live in working if target and live.arrival.request_id == target]
         for live in found:
-            self._apply(live, life.Cancelled("abort"))
+            self._apply(live, life.Cancelled(ABORT))
         return Event("end", arrival.request_id, outcome="completed", finish_reason="stop", meta={"aborted": len(found)})
 
     def health(self, request_id: str = "") -> Event:
@@ -256,8 +278,7 @@ class Orchestrator:
 
     def _emit(self, live: Live, output: str, index: int, item: tuple[Peer, Chunk]) -> None:
         peer, chunk = item
-        live.first_s.setdefault(output, live.heard_s)
-        self.metrics.sent(output, index, live.heard_s - live.arrived_s)
+        self._count_piece(live, output, chunk)
         live.count(output, chunk)
         nbytes = chunk.nbytes
         live.waiting += nbytes
@@ -274,6 +295,22 @@ class Orchestrator:
             )
         if live.waiting > self.deploy.max_output_bytes:
             self._apply(live, life.Expired(_too_much(live)))
+
+    def _count_piece(self, live: Live, output: str, chunk: Chunk) -> None:
+        metrics, now_s = self.metrics, live.heard_s
+        if output not in live.first_s:
+            live.first_s[output] = now_s
+            metrics.first_output_s.at(output).observe(now_s - live.arrived_s)
+        else:
+            metrics.gap_s.at(output).observe(now_s - live.last_s[output])
+        live.last_s[output] = now_s
+        metrics.pieces.add(1, output)
+        transfer_s = now_s - chunk.sent_s if chunk.sent_s else 0.0
+        metrics.received(self.pipeline.output(output).stage, CLIENT, 1, chunk.nbytes, transfer_s)
+        if output == "audio" and chunk.meta.get("sample_rate"):
+            piece_s = sum(tensor.spec.shape[0] for tensor in chunk.tensors) / chunk.meta["sample_rate"]
+            metrics.audio_s.add(piece_s)
+            live.player.hear(now_s, piece_s)
 
     def _on_progress(self, run: bytes, stage: str, meta: dict[str, Any]) -> None:
         live = self.lives.get(run)
@@ -321,7 +358,7 @@ class Orchestrator:
             has_inputs=bool(media),
             stall_s=live.limits.stall_s,
         )
-        self.metrics.opened[stage] = self.metrics.opened.get(stage, 0) + 1
+        self.metrics.opened.add(1, stage)
         call = OpenCall(self.pipeline.model(stage), msg.encode(message), live.arrival.inputs, tuple(media))
         post = self.hub.post
         self._opener.open(
@@ -348,8 +385,7 @@ class Orchestrator:
             self._forget(live)
 
     def _close(self, live: Live, stage: str, lost: bool) -> None:
-        if lost:
-            self.metrics.lost[stage] = self.metrics.lost.get(stage, 0) + 1
+        self.metrics.run_ended(stage, lost, live.stats.get(stage))
         if stage in live.handles:
             self._put_away(live.handles.pop(stage), lost)
         else:
@@ -364,7 +400,7 @@ class Orchestrator:
     def _end(self, live: Live, end: life.End) -> None:
         now = self._clock()
         live.ended_s = now
-        self.metrics.ended(end, now - live.arrived_s)
+        self._count_end(live, end, now)
         if end.outcome is life.Outcome.FAILED:
             error = end.error or Internal("failed without a reason")
             log.warning("request %s failed after %s: %s", live.arrival.request_id, live.usage(end), error.line())
@@ -377,6 +413,14 @@ class Orchestrator:
             live.arrival.front.fail(Internal(f"{type(error).__name__}: {error}"))
         else:
             live.arrival.front.end(piece)
+
+    def _count_end(self, live: Live, end: life.End, now: float) -> None:
+        outcome = end.error.code if end.error is not None else end.outcome.value
+        self.metrics.ended(outcome, now - live.arrived_s, live.usage(end))
+        if end.outcome is life.Outcome.CANCELLED and end.error is not None:
+            self.metrics.cancelled.add(1, end.error.message)
+        if end.outcome is life.Outcome.COMPLETED and live.player.heard_s:
+            self.metrics.heard(live.player, live.arrived_s)
 
     def _forget(self, live: Live) -> None:
         """Drop a request that is Done and whose handles are all put away."""

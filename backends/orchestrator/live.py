@@ -8,10 +8,12 @@ from typing import Any
 
 from backends.config.schema import OrchestratorDeploy
 from backends.control.hub import Peer
+from backends.control.messages import RunStats
 from backends.core.chunk import Chunk, Tensor, TensorSpec
 from backends.core.errors import DeadlineExceeded
 from backends.core.generate import GenerateRequest
 from backends.core.request import End, Outcome, Request
+from backends.orchestrator.metrics import Player
 from backends.orchestrator.ports import Front, Piece
 from backends.wire import Event
 
@@ -94,6 +96,8 @@ class Live:
     closing    stages whose run ended before their handle was known: stage → lost
     waiting    bytes of output not yet taken by Triton
     delivered  usage counts of what was sent, for a request that is cut short
+    last_s     output → time of its latest piece
+    stats      stage → what its worker measured, once its run has ended
     """
 
     run: bytes
@@ -112,6 +116,9 @@ class Live:
     collected: Collected | None = None
     waiting: int = 0
     delivered: dict[str, float] = field(default_factory=dict[str, float])
+    last_s: dict[str, float] = field(default_factory=dict[str, float])
+    stats: dict[str, RunStats] = field(default_factory=dict[str, RunStats])
+    player: Player = field(default_factory=Player)
 
     def count(self, output: str, chunk: Chunk) -> None:
         """Add a piece that is sent to what was delivered."""

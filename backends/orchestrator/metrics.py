@@ -1,63 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of one orchestrator. Plain numbers: the Triton room publishes them, tests reconcile them."""
+"""The numbers of one orchestrator, and how numbers are kept: the Triton room publishes them, tests reconcile them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from backends.core.request import End
+from backends.control.messages import RunStats
+from backends.core.pipeline import Pipeline
 
-BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+CLIENT = "client"
+"""The target of the edges on which outputs leave the pipeline."""
+RUN_OUTCOMES = ("finished", "failed", "stopped", "lost", "refused")
 
 
-@dataclass
+@dataclass(slots=True)
 class Histogram:
-    """Cumulative buckets in seconds, as Prometheus counts them."""
+    """Cumulative buckets, as Prometheus counts them."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * len(BUCKETS_S))
+    counts: list[int] = field(default_factory=lambda: [0] * len(BOUNDS))
     total: int = 0
-    sum_s: float = 0.0
+    sum: float = 0.0
 
-    def observe(self, seconds: float) -> None:
+    def observe(self, value: float) -> None:
+        """Count one value."""
         self.total += 1
-        self.sum_s += seconds
-        for i, bound in enumerate(BUCKETS_S):
-            if seconds <= bound:
+        self.sum += value
+        for i, bound in enumerate(BOUNDS):
+            if value <= bound:
                 self.counts[i] += 1
 
 
 @dataclass
+class Family:
+    """One number per set of label values; `labels` come after the pipeline's own."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    about: str
+    labels: tuple[str, ...] = ()
+    values: dict[tuple[str, ...], float] = field(default_factory=dict[tuple[str, ...], float])
+
+    def add(self, amount: float, *labels: str) -> None:
+        """Count `amount` more; 0 makes the number exist."""
+        self.values[labels] = self.values.get(labels, 0.0) + amount
+
+    def set(self, value: float, *labels: str) -> None:
+        """Replace a gauge's value."""
+        self.values[labels] = value
+
+
+@dataclass
+class HistogramFamily:
+    """One histogram per set of label values."""
+
+    name: str
+    about: str
+    labels: tuple[str, ...] = ()
+    values: dict[tuple[str, ...], Histogram] = field(default_factory=dict[tuple[str, ...], Histogram])
+
+    def at(self, *labels: str) -> Histogram:
+        """The histogram of these labels, made on first use."""
+        return self.values.setdefault(labels, Histogram())
+
+
+@dataclass(slots=True)
+class Player:
+    """A listener who starts at the first sound and plays each piece as soon as possible."""
+
+    heard_s: float = 0.0
+    last_s: float = 0.0
+    ready_s: float | None = None
+    longest_pause_s: float = 0.0
+
+    def hear(self, at_s: float, piece_s: float) -> None:
+        """A piece of sound came."""
+        ready_s = at_s if self.ready_s is None else self.ready_s
+        self.longest_pause_s = max(self.longest_pause_s, at_s - ready_s)
+        self.ready_s = max(ready_s, at_s) + piece_s
+        self.heard_s += piece_s
+        self.last_s = at_s
+
+
 class Metrics:
-    """What happened to requests, by pipeline operation where it matters."""
+    """What happened to the requests of one pipeline. docs/operations.md defines each number."""
 
-    requests: dict[str, int] = field(default_factory=dict[str, int])
-    """Outcome (completed, cancelled, or an error code) → requests."""
-    first_output_s: dict[str, Histogram] = field(default_factory=dict[str, Histogram])
-    """Output name → time from arrival to its first piece."""
-    pieces: dict[str, int] = field(default_factory=dict[str, int])
-    """Output name → pieces sent."""
-    queue_s: Histogram = field(default_factory=Histogram)
-    total_s: Histogram = field(default_factory=Histogram)
-    usage: dict[str, float] = field(default_factory=dict[str, float])
-    opened: dict[str, int] = field(default_factory=dict[str, int])
-    """Stage → runs opened."""
-    lost: dict[str, int] = field(default_factory=dict[str, int])
-    """Stage → runs whose worker died."""
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.requests = Family("omni_requests_total", "counter", "Requests that have ended", ("outcome",))
+        self.cancelled = Family("omni_requests_cancelled_total", "counter", "Cancelled requests", ("reason",))
+        self.running = Family("omni_requests_running", "gauge", "Requests in work")
+        self.waiting = Family("omni_requests_waiting", "gauge", "Requests waiting for admission")
+        self.queue_s = HistogramFamily("omni_queue_seconds", "Arrival to admission")
+        self.request_s = HistogramFamily("omni_request_seconds", "Arrival to end", ("outcome",))
+        self.first_output_s = HistogramFamily("omni_first_output_seconds", "Arrival to first piece", ("output",))
+        self.gap_s = HistogramFamily("omni_output_gap_seconds", "Between two pieces of an output", ("output",))
+        self.pieces = Family("omni_output_pieces_total", "counter", "Responses with output", ("output",))
+        self.usage = Family("omni_usage_total", "counter", "Tokens, samples, images", ("kind",))
+        self.audio_s = Family("omni_audio_seconds_total", "counter", "Seconds of sound sent")
+        self.audio_rtf = HistogramFamily("omni_audio_rtf", "Arrival to last sound, over the sound's length")
+        self.underrun_s = HistogramFamily("omni_audio_underrun_seconds", "Longest pause a listener hears")
+        self.opened = Family("omni_stage_runs_opened_total", "counter", "Runs opened", ("stage",))
+        self.runs = Family("omni_stage_runs_total", "counter", "Runs that have ended", ("stage", "outcome"))
+        self.run_s = HistogramFamily("omni_stage_run_seconds", "Open to end", ("stage",))
+        self.run_first_s = HistogramFamily("omni_stage_first_output_seconds", "Open to first chunk", ("stage",))
+        edge = ("source", "target")
+        self.edge_chunks = Family("omni_edge_chunks_total", "counter", "Chunks received", edge)
+        self.edge_bytes = Family("omni_edge_bytes_total", "counter", "Payload bytes received", edge)
+        self.edge_transfer_s = Family("omni_edge_transfer_seconds_total", "counter", "Put to receipt", edge)
+        self.edge_wait_s = Family("omni_edge_wait_seconds_total", "counter", "Receipt to the engine", edge)
+        self._show_zeros(pipeline)
 
-    def ended(self, end: End, total_s: float) -> None:
+    @property
+    def families(self) -> list[Family | HistogramFamily]:
+        """Everything there is to publish."""
+        return list(vars(self).values())
+
+    def _show_zeros(self, pipeline: Pipeline) -> None:
+        """Numbers that can be named before anything happened; a rate needs to see them start."""
+        for outcome in ("completed", "cancelled"):
+            self.requests.add(0, outcome)
+            self.request_s.at(outcome)
+        for reason in ("abort", "client_gone"):
+            self.cancelled.add(0, reason)
+        for plain in (self.queue_s, self.audio_rtf, self.underrun_s):
+            plain.at()
+        self.audio_s.add(0)
+        for output in pipeline.outputs:
+            self.pieces.add(0, output.name)
+            self.first_output_s.at(output.name)
+            self.gap_s.at(output.name)
+        for stage in pipeline.stages:
+            self.opened.add(0, stage.name)
+            self.run_s.at(stage.name)
+            self.run_first_s.at(stage.name)
+            for outcome in RUN_OUTCOMES:
+                self.runs.add(0, stage.name, outcome)
+        edges = [(e.source, e.target) for e in pipeline.edges]
+        for ends in edges + [(o.stage, CLIENT) for o in pipeline.outputs]:
+            self.received(*ends, 0, 0, 0.0)
+        for source, target in edges:
+            self.edge_wait_s.add(0, source, target)
+
+    def ended(self, outcome: str, total_s: float, usage: dict[str, float]) -> None:
         """Count one end."""
-        outcome = end.error.code if end.error is not None else end.outcome.value
-        self.requests[outcome] = self.requests.get(outcome, 0) + 1
-        self.total_s.observe(total_s)
-        for name, count in end.usage.items():
-            self.usage[name] = self.usage.get(name, 0) + count
+        self.requests.add(1, outcome)
+        self.request_s.at(outcome).observe(total_s)
+        for name, count in usage.items():
+            self.usage.add(count, name)
 
-    def refused(self, code: str) -> None:
-        """Count a request that ended before it was admitted."""
-        self.requests[code] = self.requests.get(code, 0) + 1
+    def heard(self, player: Player, arrived_s: float) -> None:
+        """Count what a listener got of a request that completed with sound."""
+        self.audio_rtf.at().observe((player.last_s - arrived_s) / player.heard_s)
+        self.underrun_s.at().observe(player.longest_pause_s)
 
-    def sent(self, output: str, index: int, since_arrival_s: float) -> None:
-        """Count one piece of output."""
-        self.pieces[output] = self.pieces.get(output, 0) + 1
-        if index == 0:
-            self.first_output_s.setdefault(output, Histogram()).observe(since_arrival_s)
+    def run_ended(self, stage: str, lost: bool, stats: RunStats | None) -> None:
+        """Count the end of one run; `stats` is None where no worker measured it."""
+        if stats is None or lost:
+            self.runs.add(1, stage, "lost" if lost else "refused")
+            return
+        self.runs.add(1, stage, stats.outcome)
+        self.run_s.at(stage).observe(stats.total_s)
+        if stats.first_s is not None:
+            self.run_first_s.at(stage).observe(stats.first_s)
+        for source, transfer in stats.edges.items():
+            self.received(source, stage, transfer.chunks, transfer.nbytes, transfer.transfer_s)
+            self.edge_wait_s.add(transfer.wait_s, source, stage)
+
+    def received(self, source: str, target: str, chunks: int, nbytes: int, transfer_s: float) -> None:
+        """Count what came over one edge."""
+        self.edge_chunks.add(chunks, source, target)
+        self.edge_bytes.add(nbytes, source, target)
+        self.edge_transfer_s.add(transfer_s, source, target)

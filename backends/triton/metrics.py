@@ -10,151 +10,136 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import triton_python_backend_utils as pb
 
 from backends.orchestrator.driver import Orchestrator
-from backends.orchestrator.metrics import BUCKETS_S, Histogram
+from backends.orchestrator.metrics import BOUNDS, Family, Histogram, HistogramFamily
 
 PUBLISH_S = 1.0
 
 
-class _Family:
-    """A family whose metrics are made per label set on first use and follow absolute values."""
+class _Samples:
+    """A family of the server's, whose metrics are made per label set on first use and follow absolute values."""
 
-    def __init__(self, name: str, description: str, counter: bool) -> None:
+    def __init__(self, name: str, about: str, counter: bool) -> None:
         kind = pb.MetricFamily.COUNTER if counter else pb.MetricFamily.GAUGE
-        self._family = pb.MetricFamily(name=name, description=description, kind=kind)
+        self._family = pb.MetricFamily(name=name, description=about, kind=kind)
         self._counter = counter
-        self._metrics: dict[tuple[tuple[str, str], ...], Any] = {}
-        self._seen: dict[tuple[tuple[str, str], ...], float] = {}
+        self._metrics: dict[tuple[str, ...], Any] = {}
+        self._seen: dict[tuple[str, ...], float] = {}
 
-    def set(self, value: float, **labels: str) -> None:
+    def show(self, value: float, labels: Mapping[str, str]) -> None:
         """Show `value`; a counter only ever grows."""
-        key = tuple(sorted(labels.items()))
+        key = tuple(labels.values())
         if key not in self._metrics:
-            self._metrics[key] = self._family.Metric(labels=labels)
+            self._metrics[key] = self._family.Metric(labels=dict(labels))
             self._seen[key] = 0.0
-        if not self._counter:
-            self._metrics[key].set(value)
-        elif value > self._seen[key]:
+        if value == self._seen[key]:
+            return
+        if self._counter:
             self._metrics[key].increment(value - self._seen[key])
-            self._seen[key] = value
+        else:
+            self._metrics[key].set(value)
+        self._seen[key] = value
 
 
-class OrchestratorMetrics:
-    """An orchestrator's counters."""
+class _Numbers:
+    """One of our families on the page."""
 
-    def __init__(self, pipeline: str, orchestrator: Orchestrator) -> None:
-        self._pipeline = pipeline
-        self._source = orchestrator
+    def __init__(self, family: Family) -> None:
+        self._source = family
+        self._samples = _Samples(family.name, family.about, family.kind == "counter")
+
+    def publish(self, own: Mapping[str, str]) -> None:
+        for key, value in list(self._source.values.items()):
+            self._samples.show(value, {**own, **dict(zip(self._source.labels, key, strict=True))})
+
+
+class _Histograms:
+    """A Prometheus histogram out of three counter families: 24.10 has no custom histograms."""
+
+    def __init__(self, family: HistogramFamily) -> None:
+        self._source = family
+        self._bucket, self._count, self._sum = (
+            _Samples(f"{family.name}_{part}", family.about, True) for part in ("bucket", "count", "sum")
+        )
+
+    def publish(self, own: Mapping[str, str]) -> None:
+        for key, histogram in list(self._source.values.items()):
+            self._publish(histogram, {**own, **dict(zip(self._source.labels, key, strict=True))})
+
+    def _publish(self, histogram: Histogram, labels: Mapping[str, str]) -> None:
+        for bound, count in zip(BOUNDS, histogram.counts, strict=True):
+            self._bucket.show(count, {**labels, "le": f"{bound:g}"})
+        self._bucket.show(histogram.total, {**labels, "le": "+Inf"})
+        self._count.show(histogram.total, labels)
+        self._sum.show(histogram.sum, labels)
+
+
+class _Page:
+    """Families of one model, brought up to date at most once a second, and always when nothing is in work."""
+
+    def __init__(self, families: Sequence[Family | HistogramFamily], **own: str) -> None:
+        self._own = own
+        self._shown = [_Numbers(f) if isinstance(f, Family) else _Histograms(f) for f in families]
         self._next_s = 0.0
         self._lock = threading.Lock()
-        self._requests = _Family("omni_requests_total", "Requests by outcome", True)
-        self._running = _Family("omni_requests_running", "Requests in work", False)
-        self._waiting = _Family("omni_requests_waiting", "Requests waiting for admission", False)
-        self._pieces = _Family("omni_output_pieces_total", "Responses with output, by output", True)
-        self._usage = _Family("omni_usage_total", "Tokens, audio samples, images: by kind", True)
-        self._opened = _Family("omni_stage_runs_opened_total", "Runs opened, by stage", True)
-        self._lost = _Family("omni_stage_runs_lost_total", "Runs whose worker died, by stage", True)
-        self._histograms = {
-            name: _HistogramFamily(f"omni_{name}_seconds", text)
-            for name, text in (
-                ("queue", "Wait for admission"),
-                ("first_output", "Arrival to first piece, by output"),
-                ("request", "Arrival to end"),
-            )
-        }
 
-    def publish(self) -> None:
-        """Bring the page up to date: at most once a second, and always for the last request in work."""
+    def publish(self, working: bool) -> None:
         now = time.monotonic()
-        working = [live for live in list(self._source.lives.values()) if live.machine.outcome is None]
         with self._lock:
             if now < self._next_s and working:
                 return
             self._next_s = now + PUBLISH_S
-            self._publish(sum(live.admitted_s is not None for live in working), len(working))
-
-    def _publish(self, running: int, working: int) -> None:
-        metrics, own = self._source.metrics, {"pipeline": self._pipeline}
-        self._running.set(running, **own)
-        self._waiting.set(working - running, **own)
-        for family, label, values in (
-            (self._requests, "outcome", metrics.requests),
-            (self._pieces, "output", metrics.pieces),
-            (self._usage, "kind", metrics.usage),
-            (self._opened, "stage", metrics.opened),
-            (self._lost, "stage", metrics.lost),
-        ):
-            for key, value in list(values.items()):
-                family.set(value, **own, **{label: key})
-        self._histograms["queue"].set(metrics.queue_s, **own)
-        self._histograms["request"].set(metrics.total_s, **own)
-        for output, histogram in list(metrics.first_output_s.items()):
-            self._histograms["first_output"].set(histogram, **own, output=output)
+            for shown in self._shown:
+                shown.publish(self._own)
 
 
-class _HistogramFamily:
-    """A Prometheus histogram out of three counter families: 24.10 has no custom histograms."""
+class OrchestratorMetrics:
+    """An orchestrator's numbers."""
 
-    def __init__(self, name: str, description: str) -> None:
-        self._bucket = _Family(f"{name}_bucket", description, True)
-        self._count = _Family(f"{name}_count", description, True)
-        self._sum = _Family(f"{name}_sum", description, True)
+    def __init__(self, pipeline: str, orchestrator: Orchestrator) -> None:
+        self._source = orchestrator
+        self._page = _Page(orchestrator.metrics.families, pipeline=pipeline)
+        self.publish()
 
-    def set(self, histogram: Histogram, **labels: str) -> None:
-        for bound, count in zip(BUCKETS_S, histogram.counts, strict=True):
-            self._bucket.set(count, **labels, le=f"{bound:g}")
-        self._bucket.set(histogram.total, **labels, le="+Inf")
-        self._count.set(histogram.total, **labels)
-        self._sum.set(histogram.sum_s, **labels)
+    def publish(self) -> None:
+        """Bring the page up to date; the last request in work always does."""
+        working = [live for live in list(self._source.lives.values()) if live.machine.outcome is None]
+        admitted = sum(live.admitted_s is not None for live in working)
+        self._source.metrics.running.set(admitted)
+        self._source.metrics.waiting.set(len(working) - admitted)
+        self._page.publish(bool(working))
 
 
 class StageMetrics:
     """A worker's numbers, as its latest Ping brought them. A restarted worker counts from zero; the page does not."""
 
-    NAMES = {
-        "runs": "Runs taken",
-        "steps": "Engine steps",
-        "step_s": "Seconds spent in engine steps",
-        "chunks_out": "Chunks sent",
-        "bytes_out": "Payload bytes sent",
-        "finished": "Runs that came to their natural end",
-        "failed": "Runs that failed",
-        "stopped": "Runs stopped on request",
-    }
+    def __init__(self, pipeline: str, stage: str, instance: int) -> None:
+        self._counters = {
+            "steps": Family("omni_stage_steps_total", "counter", "Engine steps"),
+            "step_s": Family("omni_stage_step_seconds_total", "counter", "Seconds spent in engine steps"),
+        }
+        self._live = Family("omni_stage_runs_live", "gauge", "Runs in the worker", ("worker",))
+        self._restarts = Family("omni_stage_worker_restarts_total", "counter", "Starts of a worker after its first")
+        self._worker = str(instance)
+        self._last = dict.fromkeys(self._counters, 0.0)
+        self.note({}, 0, 0)
+        self._page = _Page([*self._counters.values(), self._live, self._restarts], pipeline=pipeline, stage=stage)
+        self.publish()
 
-    def __init__(self, pipeline: str, stage: str) -> None:
-        self._labels = {"pipeline": pipeline, "stage": stage}
-        self._families = {key: _Family(f"omni_stage_{key}_total", text, True) for key, text in self.NAMES.items()}
-        self._live = _Family("omni_stage_runs_live", "Runs in the stage now", False)
-        self._restarts = _Family("omni_stage_worker_restarts_total", "Worker restarts", True)
-        self._base = dict.fromkeys(self.NAMES, 0.0)
-        self._last = dict.fromkeys(self.NAMES, 0.0)
-        self._now = (0, 0)
-        self._next_s = 0.0
-        self._lock = threading.Lock()
-
-    def note(self, numbers: dict[str, float], live: int, restarts: int) -> None:
+    def note(self, numbers: Mapping[str, float], live: int, restarts: int) -> None:
         """Keep what a Ping brought."""
-        with self._lock:
-            for key in self.NAMES:
-                value = numbers.get(key, 0.0)
-                if value < self._last[key]:
-                    self._base[key] += self._last[key]
-                self._last[key] = value
-            self._now = (live, restarts)
+        for key, family in self._counters.items():
+            value, last = numbers.get(key, 0.0), self._last[key]
+            family.add(value - last if value >= last else value)
+            self._last[key] = value
+        self._live.set(live, self._worker)
+        self._restarts.set(restarts)
 
     def publish(self) -> None:
-        """Bring the page up to date: at most once a second, and always when no run is left."""
-        now, (live, restarts) = time.monotonic(), self._now
-        with self._lock:
-            if now < self._next_s and live:
-                return
-            self._next_s = now + PUBLISH_S
-            self._live.set(live, **self._labels)
-            self._restarts.set(restarts, **self._labels)
-            for key, family in self._families.items():
-                family.set(self._base[key] + self._last[key], **self._labels)
+        """Bring the page up to date; the last run always does."""
+        self._page.publish(self._live.values[self._worker,] > 0)

@@ -68,10 +68,10 @@ class TritonPythonModel:
             try:
                 self.orchestrator.submit(self._arrival(request, front))
             except OmniError as error:
-                front.fail(error)
+                self.orchestrator.refuse(front, error)
             except Exception as error:  # the Triton border: a request must be answered whatever it contained
                 log.exception("request could not be read")
-                front.fail(Internal(f"{type(error).__name__}: {error}"))
+                self.orchestrator.refuse(front, Internal(f"{type(error).__name__}: {error}"))
 
     def finalize(self) -> None:
         self._closing = True

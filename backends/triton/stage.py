@@ -59,7 +59,7 @@ class TritonPythonModel:
         self._hub = Hub(f"{self._pipeline.name}/{self.stage.name}")
         self.senders = Senders()
         self.watch = CancelWatch()
-        self.metrics = StageMetrics(self._pipeline.name, self.stage.name)
+        self.metrics = StageMetrics(self._pipeline.name, self.stage.name, self._instance)
         self._keeper = Keeper(self._command(args))
         self._loop = StageLoop(self.stage.name, self._deploy, self._keeper, self._hub, self._note, self._write_record)
         self._closing = False

@@ -7,6 +7,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from backends.connectors.base import PeerLost
 from backends.control.hub import Hub, Lost, Peer
 from backends.control.messages import (
@@ -20,6 +22,7 @@ from backends.control.messages import (
     Progress,
     Release,
     Stop,
+    Transfer,
 )
 from backends.core import engine as eng
 from backends.core.chunk import Chunk
@@ -45,9 +48,7 @@ class Worker:
         self.hub = hub
         self.stub: Peer | None = None
         self.records: dict[bytes, Record] = {}
-        self.numbers: dict[str, float] = dict.fromkeys(
-            ("runs", "steps", "step_s", "chunks_out", "bytes_out", "finished", "failed", "stopped"), 0.0
-        )
+        self.numbers: dict[str, float] = {"steps": 0.0, "step_s": 0.0}
         self._adapters = {e.source: e.adapter for e in pipeline.edges if e.target == stage}
         self._early_inputs: dict[bytes, tuple[Peer, Chunk]] = {}
         self._clock = clock
@@ -108,7 +109,6 @@ class Worker:
             self._refuse(stub, message.run, inputs, error)
         else:
             self.records[message.run] = record
-            self.numbers["runs"] += 1
             if not record.direct:
                 reply.send(Accepted(message.run, self.hub.address))
             stub.send(Accepted(message.run, self.hub.address))
@@ -141,7 +141,6 @@ class Worker:
 
     def _refuse(self, stub: Peer, run: bytes, inputs: tuple[Peer, Chunk] | None, error: Exception) -> None:
         """The run never was ours: the stub closes Triton's side and tells the orchestrator."""
-        self.numbers["failed"] += 1
         if inputs is not None:
             peer, chunk = inputs
             peer.release(chunk)
@@ -174,7 +173,12 @@ class Worker:
             return
         record.expected[chunk.edge] = expected + 1
         record.sources[chunk.edge] = peer
-        record.heard_at = self._clock()
+        record.heard_at = now_s = self._clock()
+        transfer = record.edges.setdefault(chunk.edge, Transfer())
+        transfer.chunks += 1
+        transfer.nbytes += chunk.nbytes
+        if chunk.sent_s:
+            transfer.transfer_s += now_s - chunk.sent_s
         if chunk.last:
             record.open.discard(chunk.edge)
         try:
@@ -184,12 +188,11 @@ class Worker:
             log.exception("adapter failed: request %s edge %s", record.run.request_id, chunk.edge)
             self._fail(record, ErrorInfo.of(error, self.stage.name).error())
             return
-        record.inbox.append(Waiting(peer, chunk, inputs, chunk.last))
+        record.inbox.append(Waiting(peer, chunk, inputs, chunk.last, now_s))
 
     def _on_stop(self, run: bytes) -> None:
         record = self.records.get(run)
         if record is not None and not record.told:
-            self.numbers["stopped"] += 1
             self._cut(record, Finished(run, "stopped"))
 
     def _on_release(self, run: bytes) -> None:
@@ -224,6 +227,7 @@ class Worker:
             try:
                 while record.inbox and self.engine.feed(record.run, record.inbox[0].inputs, record.inbox[0].last):
                     waiting = record.inbox.popleft()
+                    record.edges[waiting.chunk.edge].wait_s += self._clock() - waiting.came_s
                     waiting.peer.release(waiting.chunk)
             except OmniError as error:
                 self._fail(record, error)
@@ -253,20 +257,25 @@ class Worker:
                 continue
             match event:
                 case eng.Send(run, tensors, meta, last):
+                    self._note_first(record)
                     self._send(record, run, tensors, meta, last)
                 case eng.Output(run, name, tensors, meta):
                     sink = record.sinks.get(OUTPUT_PREFIX + name)
                     if sink is not None:
+                        self._note_first(record)
                         sink.add(run.id, tensors, meta, False)
                 case eng.Progress(run, meta):
                     if not record.direct:
                         record.reply.send(Progress(run.id, meta))
                 case eng.Finished(run, reason, usage):
-                    self.numbers["finished"] += 1
                     self._send(record, run, (), {}, True)
                     self._end(record, Finished(run.id, reason, usage))
                 case eng.Failed(run, error):
                     self._fail(record, error, engine_has_it=False)
+
+    def _note_first(self, record: Record) -> None:
+        if record.first_at is None:
+            record.first_at = self._clock()
 
     def _send(self, record: Record, run: eng.Run, tensors: tuple, meta: dict, last: bool) -> None:
         """Queue a chunk for every consumer that has not had its last one."""
@@ -290,9 +299,7 @@ class Worker:
         try:
             for sink in record.sinks.values():
                 if sink.queue:
-                    chunks, nbytes = sink.pump()
-                    self.numbers["chunks_out"] += chunks
-                    self.numbers["bytes_out"] += nbytes
+                    sink.pump(self._clock())
         except (TypeError, ValueError) as error:  # the engine made a chunk that cannot be sent: fail its run now
             log.exception("a chunk cannot be sent: request %s", record.run.request_id)
             self._fail(record, StageFailed(f"a chunk cannot be sent: {error}", self.stage.name))
@@ -318,11 +325,10 @@ class Worker:
 
     def _end(self, record: Record, end: Finished | Failed) -> None:
         """The run is over. A natural end waits for its chunks to leave; any other drops them."""
-        record.ended = end
+        outcome = "failed" if isinstance(end, Failed) else "stopped" if end.reason == "stopped" else "finished"
+        record.ended = msgspec.structs.replace(end, stats=record.stats(outcome, self._clock()))
         record.release_inputs()
-        if isinstance(end, Failed):
-            self.numbers["failed"] += 1
-        if isinstance(end, Failed) or end.reason == "stopped":
+        if outcome != "finished":
             for sink in record.sinks.values():
                 sink.queue.clear()
 
@@ -332,7 +338,7 @@ class Worker:
         if self.stub is not None:
             self.stub.send(self._ping())
         for record in list(self.records.values()):
-            silent = now - record.heard_at
+            silent = now - max(record.heard_at, record.opened_at)
             if record.stall_s and record.open and not record.inbox and record.ended is None and silent > record.stall_s:
                 edge = f"{min(record.open)}->{self.stage.name}"
                 self._fail(record, DeadlineExceeded(f"no chunk for {silent:.1f} s", edge))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backends.control.hub import Peer
-from backends.control.messages import Failed, Finished
+from backends.control.messages import Failed, Finished, RunStats, Transfer
 from backends.core.chunk import Chunk, Tensor
 from backends.core.engine import Run
 
@@ -30,13 +30,13 @@ class Sink:
         self.index += 1
         self.closed = last
 
-    def pump(self) -> tuple[int, int]:
-        """Send what there is credit for; returns (chunks, bytes) sent."""
-        chunks = nbytes = 0
-        while self.queue and self.peer.put(self.queue[0]):
-            chunks += 1
-            nbytes += self.queue.popleft().nbytes
-        return chunks, nbytes
+    def pump(self, now_s: float) -> None:
+        """Send what there is credit for."""
+        while self.queue:
+            self.queue[0].sent_s = now_s
+            if not self.peer.put(self.queue[0]):
+                return
+            self.queue.popleft()
 
 
 @dataclass(slots=True)
@@ -47,6 +47,7 @@ class Waiting:
     chunk: Chunk
     inputs: Any
     last: bool
+    came_s: float
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +58,8 @@ class Record:
     sources   upstream stage → its link, known from its first chunk on
     open      upstream stages that have not ended yet
     expected  upstream stage → index of its next chunk
+    edges     upstream stage → what it brought so far
+    first_at  when the engine's first chunk or output came
     ended     set once: the run's end, told to the stub first and to `reply` when the stub released it
     """
 
@@ -66,11 +69,14 @@ class Record:
     sinks: dict[str, Sink]
     open: set[str]
     stall_s: float
-    heard_at: float
+    opened_at: float
     inputs: tuple[Peer, Chunk] | None = None
+    heard_at: float = 0.0
     sources: dict[str, Peer] = field(default_factory=dict[str, Peer])
     expected: dict[str, int] = field(default_factory=dict[str, int])
     inbox: deque[Waiting] = field(default_factory=deque[Waiting])
+    edges: dict[str, Transfer] = field(default_factory=dict[str, Transfer])
+    first_at: float | None = None
     ended: Finished | Failed | None = None
     told: bool = False
 
@@ -78,6 +84,11 @@ class Record:
     def direct(self) -> bool:
         """True for a call that came from a Triton client instead of an orchestrator."""
         return self.reply is self.stub
+
+    def stats(self, outcome: str, now_s: float) -> RunStats:
+        """The run in numbers, at its end."""
+        first_s = None if self.first_at is None else self.first_at - self.opened_at
+        return RunStats(outcome, now_s - self.opened_at, first_s, self.edges)
 
     def release_inputs(self) -> None:
         """Give back all received chunks that the run still holds."""

@@ -7,13 +7,15 @@ import random
 
 import pytest
 
+from backends.control.messages import RunStats, Transfer
 from backends.core.errors import BadRequest, TooBusy
 from backends.core.generate import GenerateRequest, Message, Part
 from backends.core.pipeline import Operation, Output, Pipeline, Stage
-from backends.core.request import End, Outcome
 from backends.orchestrator.admission import Admission
 from backends.orchestrator.check import check_request, check_request_id
-from backends.orchestrator.metrics import BUCKETS_S, Metrics
+from backends.orchestrator.metrics import BOUNDS, RUN_OUTCOMES, Metrics, Player
+from backends.pipelines.toy.pipeline import PIPELINE
+from perf import measures
 
 
 def _no_engine(context):
@@ -103,18 +105,50 @@ def test_any_printable_id_is_fine(request_id):
 
 
 def test_metrics_add_up():
-    metrics = Metrics()
-    metrics.ended(End(Outcome.COMPLETED, "text", "t", "stop", {"tokens": 2}), 0.02)
-    metrics.ended(End(Outcome.CANCELLED, "text", "t", "abort", {}), 400.0)
-    metrics.ended(End(Outcome.FAILED, "text", "t", "error", {"tokens": 1}, TooBusy("x")), 1.0)
-    metrics.refused("bad_request")
-    metrics.sent("text", 0, 0.005)
-    metrics.sent("text", 1, 9.0)
-    assert metrics.requests == {"completed": 1, "cancelled": 1, "too_busy": 1, "bad_request": 1}
-    assert metrics.usage == {"tokens": 3}
-    assert metrics.pieces == {"text": 2}
-    first = metrics.first_output_s["text"]
-    assert (first.total, first.counts[0]) == (1, 1)
-    assert metrics.total_s.total == 3
-    assert metrics.total_s.counts == [sum(s <= b for s in (0.02, 400.0, 1.0)) for b in BUCKETS_S]
-    assert metrics.total_s.sum_s == pytest.approx(401.02)
+    metrics = Metrics(PIPELINE)
+    for outcome, total_s, usage in (
+        ("completed", 0.02, {"tokens": 2}),
+        ("cancelled", 400.0, {}),
+        ("too_busy", 0.0, {"tokens": 1}),
+        ("completed", 1.0, {}),
+    ):
+        metrics.ended(outcome, total_s, usage)
+    assert metrics.requests.values == {("completed",): 2, ("cancelled",): 1, ("too_busy",): 1}
+    assert metrics.usage.values == {("tokens",): 3}
+    completed = metrics.request_s.at("completed")
+    assert completed.total == 2
+    assert completed.counts == [sum(s <= b for s in (0.02, 1.0)) for b in BOUNDS]
+    assert completed.sum == pytest.approx(1.02)
+    assert metrics.request_s.at("cancelled").counts[-1] == 0  # above every bound: only in +Inf
+
+
+def test_a_run_without_a_workers_word_is_lost_or_refused():
+    metrics = Metrics(PIPELINE)
+    edges = {"tokens": Transfer(3, 300, 0.5, 0.25)}
+    metrics.run_ended("frames", False, RunStats("finished", 2.0, 0.5, edges))
+    metrics.run_ended("frames", False, RunStats("stopped", 1.0, None, edges))
+    metrics.run_ended("frames", True, None)
+    metrics.run_ended("frames", False, None)
+    ended = {outcome: metrics.runs.values["frames", outcome] for outcome in RUN_OUTCOMES}
+    assert ended == {"finished": 1, "stopped": 1, "lost": 1, "refused": 1, "failed": 0}
+    assert (metrics.run_s.at("frames").total, metrics.run_s.at("frames").sum) == (2, 3.0)
+    assert (metrics.run_first_s.at("frames").total, metrics.run_first_s.at("frames").sum) == (1, 0.5)
+    edge = ("tokens", "frames")
+    assert metrics.edge_chunks.values[edge] == 6
+    assert metrics.edge_bytes.values[edge] == 600
+    assert metrics.edge_transfer_s.values[edge] == 1.0
+    assert metrics.edge_wait_s.values[edge] == 0.5
+
+
+def test_the_listener_is_the_one_that_clients_measure_with():
+    """The server's underrun and real-time factor are those of perf/measures.py, from the same times."""
+    pieces = [
+        measures.Piece(at, "audio", length) for at, length in ((1.0, 0.5), (1.25, 0.5), (2.25, 0.25), (2.75, 1.0))
+    ]
+    player, metrics = Player(), Metrics(PIPELINE)
+    for piece in pieces:
+        player.hear(piece.at_s, piece.audio_s)
+    metrics.heard(player, arrived_s=0.5)
+    felt = measures.Heard(0.5, pieces)
+    assert metrics.audio_rtf.at().sum == measures.real_time_factor(felt)
+    assert metrics.underrun_s.at().sum == max(measures.underruns_s(felt)) == 0.25
