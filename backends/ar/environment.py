@@ -6,7 +6,8 @@ Why each one is here (measured on the CPU build of vLLM 0.32 unless marked):
 OMP_NUM_THREADS            one thread, unless deploy says `threads`: with several processes on few cores OpenMP's
                            barriers cost 5 to 30 times a decode step (13.6 ms against 474 ms on 2 shared cores)
 LD_PRELOAD libiomp5        Intel's OpenMP instead of GNU's: from two threads on its barrier gives way to other
-                           processes (22 against 4 tokens/s on 2 busy cores; with one thread there is no difference);
+                           processes (22 against 4 tokens/s on 2 busy cores; with one thread no difference was
+                           measured);
                            it can only be chosen when the process starts
 TORCH_COMPILE_DISABLE      vLLM compiles one helper of `logprobs` at its first use, 18 s in which no run advances
 VLLM_ENABLE_V1_MULTIPROCESSING  0: the engine lives in the worker's own loop, not in two more processes

@@ -28,6 +28,9 @@ from backends.core.errors import BadRequest, StageFailed
 from backends.core.generate import Sampling
 from backends.core.pipeline import EngineContext
 
+RESIDUAL_STREAM = 0x5EED_0F_C0DE5
+"""Tells the random numbers of residual codes from those of first codes, which vLLM draws with the same seed."""
+
 
 @dataclass(slots=True)
 class Taken:
@@ -226,5 +229,5 @@ def _generator(params: SamplingParams, like: torch.Tensor) -> torch.Generator | 
     if params.seed is None:
         generator.seed()
     else:
-        generator.manual_seed(params.seed)
+        generator.manual_seed(params.seed ^ RESIDUAL_STREAM)
     return generator

@@ -2,12 +2,14 @@
 """The codec engine: codes to sound in chunks, all runs that have enough frames in one pass.
 
 A run's first chunk is small, so that sound starts early; later ones are larger, which costs less per second of sound.
+A ramp between them keeps each chunk shorter than what has been said before it comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Annotated, Any
 
 import msgspec
@@ -25,12 +27,14 @@ class CodecOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How codes are cut into chunks.
 
     first_chunk_frames  frames of a run's first chunk
-    chunk_frames        frames of later ones
+    ramp_frames         frames of the chunks after the first one, in order: [8, 16] lets chunks grow step by step
+    chunk_frames        frames of all later ones
     max_batch           runs decoded in one step
     max_queued_frames   a run with so many frames waiting takes no more for now
     """
 
     first_chunk_frames: Count = 10
+    ramp_frames: tuple[Count, ...] = ()
     chunk_frames: Count = 25
     max_batch: Count = 32
     max_queued_frames: Annotated[int, msgspec.Meta(ge=1)] = 1600
@@ -58,9 +62,12 @@ def run_options(given: Mapping[str, Any], stage: str) -> RunOptions:
 
 @dataclass(eq=False, slots=True)
 class Decoding:
-    """State of one run. `codes` are the frames from number `start` on: context that is decoded, then what is not."""
+    """State of one run. `codes` are the frames from number `start` on: context that is decoded, then what is not.
 
-    chunk_frames: int
+    `sizes` are the frames of the chunks after the next one, without end.
+    """
+
+    sizes: Iterator[int]
     next_frames: int
     state: Any
     codes: np.ndarray
@@ -83,9 +90,9 @@ class CodecEngine:
         self._runs: list[Run] = []
         # a larger chunk would never be complete: its run takes no more when so much waits
         self._largest = options.max_queued_frames - decoder.right
-        if max(options.first_chunk_frames, options.chunk_frames) > self._largest:
-            least = max(options.first_chunk_frames, options.chunk_frames) + decoder.right
-            raise ValueError(f"max_queued_frames must be at least {least} for these chunks")
+        longest = max(options.first_chunk_frames, options.chunk_frames, *options.ramp_frames)
+        if longest > self._largest:
+            raise ValueError(f"max_queued_frames must be at least {longest + decoder.right} for these chunks")
 
     def open(self, run: Run) -> None:
         own = run_options(run.options(self.stage), self.stage)
@@ -95,7 +102,7 @@ class CodecEngine:
                 message = f"a chunk may have {self._largest} frames here, not {frames}"
                 raise BadRequest(message, f"stages.{self.stage}.{key}")
         run.state = Decoding(
-            chunk_frames=own.chunk_frames or self.options.chunk_frames,
+            sizes=chain(self.options.ramp_frames, repeat(own.chunk_frames or self.options.chunk_frames)),
             next_frames=own.first_chunk_frames or self.options.first_chunk_frames,
             state=self.decoder.start(),
             codes=np.zeros((0, self.decoder.codes), np.int16),
@@ -168,7 +175,7 @@ class CodecEngine:
         window = Window(codes[:end], live.start, left, take, final, live.state)
         live.decoded += take
         live.waiting -= take
-        live.next_frames = live.chunk_frames
+        live.next_frames = next(live.sizes)
         kept = max(0, left + take - self.decoder.left)
         live.codes = codes[kept:]
         live.start += kept

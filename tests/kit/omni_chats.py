@@ -46,7 +46,8 @@ def references(model):
 def request(place, **more):
     chat, tokens = CHATS[place]
     messages = tuple(Message(role, text) for role, text in chat)
-    return GenerateRequest(messages=messages, sampling=Sampling(temperature=0.0, max_tokens=tokens), **more)
+    given = {"sampling": Sampling(temperature=0.0, max_tokens=tokens)} | more
+    return GenerateRequest(messages=messages, **given)
 
 
 def check(job, spoken):

@@ -18,6 +18,7 @@ SPECIAL = (
     "<|image_pad|>", "<|video_pad|>", "<|audio_start|>", "<|audio_end|>", "<tts_pad>", "<tts_text_bos>",
     "<tts_text_eod>", "<tts_text_bos_single>", "<|audio_pad|>",
 )  # fmt: skip
+CALL_TAGS = ("<tool_call>", "</tool_call>")  # words of their own, but part of the text, as in the real tokenizer
 CORPUS = ["system\n\nuser\n\nassistant\n\n" * 20, "You are Qwen, a helpful assistant that hears and speaks."] * 50 + [
     "the quick brown fox jumps over the lazy dog. hello world, this is a test of speech and images."
 ] * 50
@@ -25,11 +26,13 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}"
     "{% elif c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
     "{% elif c.type == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>"
     "{% elif c.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}"
+    "{% for call in m.tool_calls %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPEAKERS = ("ethan", "chelsie", "aiden")
@@ -101,6 +104,7 @@ def _tokenizer(folder: Path) -> dict[str, int]:
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=[], show_progress=False)
     inner.train_from_iterator(CORPUS, trainer)
     inner.add_special_tokens(list(SPECIAL))
+    inner.add_tokens(list(CALL_TAGS))
     inner.save(str(folder / "tokenizer.json"))
     model = json.loads(inner.to_str())["model"]
     _write(folder / "vocab.json", model["vocab"])
@@ -126,7 +130,10 @@ def _tokenizer(folder: Path) -> dict[str, int]:
             "add_prefix_space": False,
             "errors": "replace",
             "extra_special_tokens": roles,
-            "added_tokens_decoder": {str(ids[word]): {"content": word} | plain for word in SPECIAL},
+            "added_tokens_decoder": {
+                str(inner.token_to_id(word)): plain | {"content": word, "special": word in SPECIAL}
+                for word in (*SPECIAL, *CALL_TAGS)
+            },
         }
         | roles,
     )
@@ -241,11 +248,12 @@ class Reference:
         self.model.talker.config.audio_config = self.model.config.thinker_config.audio_config
         self.processor = AutoProcessor.from_pretrained(folder)
 
-    def speak(self, messages: list[dict[str, Any]], tokens: int, frames: int = 40, speaker: str = "Ethan") -> Spoken:
-        """Greedy thinker, greedy talker (repetition penalty 1.05), all codebooks and the waveform."""
+    def speak(self, messages: list[dict[str, Any]], tokens: int, frames: int = 40, **how: Any) -> Spoken:
+        """Greedy thinker, greedy talker (repetition penalty 1.05), all codebooks and the waveform, unless `how`, words
+        for transformers' generate, says otherwise."""
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         inputs = self.processor.tokenizer(text, return_tensors="pt")
-        return self.generate(dict(inputs), tokens, frames, speaker)
+        return self.generate(dict(inputs), tokens, frames, **how)
 
     def see(self, messages: list[dict[str, Any]], tokens: int, frames: int, **media: Any) -> Spoken:
         """The same with `images`, `audio` and `videos`, in the order in which the messages name them."""
@@ -255,7 +263,7 @@ class Reference:
             inputs["use_audio_in_video"] = media["use_audio_in_video"]
         return self.generate(inputs, tokens, frames)
 
-    def generate(self, inputs: dict[str, Any], tokens: int, frames: int = 40, speaker: str = "Ethan") -> Spoken:
+    def generate(self, inputs: dict[str, Any], tokens: int, frames: int = 40, **how: Any) -> Spoken:
         caught: dict[str, Any] = {}
         decode = self.model.code2wav.chunked_decode
 
@@ -265,16 +273,15 @@ class Reference:
 
         self.model.code2wav.chunked_decode = catching
         try:
-            sequence, wave = self.model.generate(
-                **inputs,
-                speaker=speaker,
-                thinker_max_new_tokens=tokens,
-                thinker_do_sample=False,
-                thinker_eos_token_id=[self.model.config.im_end_token_id],
-                talker_do_sample=False,
-                talker_max_new_tokens=frames,
-                talker_repetition_penalty=1.05,
-            )
+            greedy = {
+                "thinker_max_new_tokens": tokens,
+                "thinker_do_sample": False,
+                "thinker_eos_token_id": [self.model.config.im_end_token_id],
+                "talker_do_sample": False,
+                "talker_max_new_tokens": frames,
+                "talker_repetition_penalty": 1.05,
+            }
+            sequence, wave = self.model.generate(**inputs, **(greedy | how))
         finally:
             self.model.code2wav.chunked_decode = decode
         prompt = inputs["input_ids"]

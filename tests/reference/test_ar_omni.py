@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import random
 
-import numpy as np
 import pytest
 
 from backends.core.errors import BadRequest
@@ -145,37 +144,3 @@ def test_voices_are_the_checkpoints(chain, folder):
         chain.open(request(0, voice="nobody"))
     assert caught.value.where == "voice"
     assert not any(engine.busy for engine in chain.engines.values())
-
-
-def test_seeded_speech_is_the_same_in_any_batch(chain):
-    def sampled(place, seed):
-        chat, tokens = CHATS[place]
-        return GenerateRequest(
-            messages=tuple(Message(role, text) for role, text in chat),
-            sampling=Sampling(temperature=1.0, seed=seed, max_tokens=tokens),
-            stages={"talker": {"temperature": 0.9, "top_k": 50}},
-        )
-
-    job = chain.open(sampled(1, 7))
-    chain.run()
-    alone = job.sent("talker", "codes")
-    jobs = [chain.open(sampled(place, 7 if place == 1 else place)) for place in range(6)]
-    chain.run()
-    assert np.array_equal(jobs[1].sent("talker", "codes"), alone)
-    assert jobs[1].tokens() == job.tokens()
-    other = chain.open(sampled(1, 8))
-    chain.run()
-    assert not np.array_equal(other.sent("talker", "codes"), alone)
-
-
-def test_residual_codes_are_drawn_as_transformers_draws_them():
-    import torch
-    from transformers import TopKLogitsWarper, TopPLogitsWarper
-
-    from backends.pipelines.qwen3_omni.network import RESIDUAL_TOP_K, RESIDUAL_TOP_P, residual_chances
-
-    generator = torch.Generator().manual_seed(1)
-    for scale in (0.1, 1.0, 4.0, 20.0):
-        logits = torch.randn(128, generator=generator) * scale
-        warped = TopPLogitsWarper(RESIDUAL_TOP_P)(None, TopKLogitsWarper(RESIDUAL_TOP_K)(None, logits[None]))
-        assert torch.allclose(residual_chances(logits), warped[0].softmax(-1), atol=1e-6)

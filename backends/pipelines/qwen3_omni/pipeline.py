@@ -60,5 +60,9 @@ PIPELINE = Pipeline(
     outputs=(Output("text", "thinker"), Output("audio", "code2wav")),
     operations=(Operation("chat", "thinker", ("text",)),),
     check=check,
-    about={"sample_rate": 24_000, "media": ["text", "image", "audio", "video"]},
+    about={
+        "sample_rate": 24_000,
+        "media": ["text", "image", "audio", "video"],
+        "voices": ["ethan", "chelsie", "aiden"],  # the published checkpoint's; the talker knows the loaded one's
+    },
 )

@@ -81,6 +81,8 @@ def to_talker(engine: ArEngine, live: Live, output: RequestOutput, call_begins: 
 
 
 def _outside_calls(live: Live, words: Sequence[int], call_begins: int, call_ends: int) -> list[int]:
+    if live.run.request.tool_choice != tools.ANY:
+        return []  # a grammar lets the model spell the tags with any tokens, but then there is nothing else
     spoken: list[int] = []
     for word in words:
         live.in_call |= word == call_begins

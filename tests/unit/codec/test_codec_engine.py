@@ -102,6 +102,17 @@ def test_a_request_may_choose_its_chunks_without_another_result(first: int, late
     assert sizes[0] == min(first, 40) and all(size == later for size in sizes[1:-1])
 
 
+def test_a_ramp_makes_chunks_grow() -> None:
+    codes = frames(60)
+    options: dict[str, Any] = {"first_chunk_frames": 1, "ramp_frames": (2, 4, 8, 16), "chunk_frames": 25}
+    events = drive.run_with(engine(**options), fed_run(), [drive.codes_chunk(codes)])
+    np.testing.assert_array_equal(drive.audio(events), whole(codes))
+    sizes = [e.tensors[0].spec.shape[0] // HOP for e in events if isinstance(e, Output)]
+    assert sizes == [1, 2, 4, 8, 16, 25, 4]
+    with pytest.raises(ValueError, match="max_queued_frames"):
+        engine(max_queued_frames=50, ramp_frames=(51,))
+
+
 @pytest.mark.parametrize(
     ("options", "where"),
     [({"chunk_frame": 3}, "stages.code2wav.chunk_frame"), ({"chunk_frames": 0}, "stages.code2wav.chunk_frames")],
