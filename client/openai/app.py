@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from client.openai import chat, images, models, speech
+from client.openai import chat, edits, images, models, speech
 from client.openai.calls import Backend, Shared
 from client.openai.errors import ApiError
 from client.openai.guard import MAX_BODY_BYTES, Guard
@@ -25,6 +25,7 @@ ROUTES = (
     Route("/v1/chat/completions", chat.complete, methods=["POST"]),
     Route("/v1/audio/speech", speech.speak, methods=["POST"]),
     Route("/v1/images/generations", images.generate, methods=["POST"]),
+    Route("/v1/images/edits", edits.edit, methods=["POST"]),
     Route("/v1/models", models.list_models),
     Route("/v1/models/{model:path}", models.show_model),
     Route("/health", models.health),

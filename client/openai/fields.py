@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -32,15 +31,25 @@ def parse_json(data: bytes) -> Fields:
     return Fields(value)
 
 
+def from_text(text: str) -> Any:
+    """The JSON value a text stands for, or else the text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
 class Fields:
     """A JSON object whose fields are taken one by one; what nobody took is refused in the end.
 
-    A field that is null counts as not sent, as everywhere in OpenAI's API.
+    A field that is null counts as not sent, as everywhere in OpenAI's API. Those of a form (`is_form`) are all text;
+    one that must be something else is read as JSON.
     """
 
-    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
+    def __init__(self, values: Mapping[str, Any], path: str = "", *, is_form: bool = False) -> None:
         self._values = {key: value for key, value in values.items() if value is not None}
         self._path = path
+        self._is_form = is_form
         self._taken: set[str] = set()
 
     def name(self, key: str) -> str:
@@ -82,16 +91,16 @@ class Fields:
 
     def integer(self, key: str, low: int, high: int) -> int | None:
         """A whole number from low to high."""
-        value = self.take(key)
+        value = self._no_text(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != math.floor(value):
+        if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):
             raise self._wrong_type(key, "an integer")
         return int(self._within(key, value, low, high))
 
     def number(self, key: str, low: float, high: float) -> float | None:
         """A number from low to high."""
-        value = self.take(key)
+        value = self._no_text(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -118,8 +127,13 @@ class Fields:
                 raise invalid(self.name(key), f"Unknown parameter: '{self.name(key)}'.", "unknown_parameter")
 
     # ---
-    def _of(self, key: str, kind: type, words: str, needed: bool = False) -> Any:
+    def _no_text(self, key: str) -> Any:
+        """A field that must not be text."""
         value = self.take(key)
+        return from_text(value) if self._is_form and isinstance(value, str) else value
+
+    def _of(self, key: str, kind: type, words: str, needed: bool = False) -> Any:
+        value = self.take(key) if kind is str else self._no_text(key)
         if value is None:
             if needed:
                 raise missing(self.name(key))

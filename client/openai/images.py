@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/images/generations: pictures from a description, with previews if the client wants them."""
+"""POST /v1/images/generations: pictures from a description, with previews if the client wants them. What is said
+here of options, answers and events holds for edits, too."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import base64
 import io
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,9 @@ from PIL import Image
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from backends.wire import Event, GenerateRequest
+from backends.wire import Event, GenerateRequest, Message, Part
 from client.openai import extras, sse
-from client.openai.calls import Call, open_pieces
+from client.openai.calls import Call, open_pieces, shared_of
 from client.openai.errors import ApiError, invalid, missing, unsupported
 from client.openai.fields import IGNORED, Fields, parse_json
 from client.pieces import Piece
@@ -39,7 +40,17 @@ OPTIONS = {
 """Option of the stage → the parameter it comes from."""
 PARAMS = {"input": "prompt", **{f"stages.{STAGE}.{option}": param for option, param in OPTIONS.items()}}
 _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
-_EVENT = "image_generation"
+_EVENTS = {"image": "image_generation", "edit": "image_edit"}
+_ABLE = {"image": "draw from text", "edit": "edit pictures"}
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Pictures to edit: message parts, the pixels these are slices of, and the parameters they came from."""
+
+    parts: tuple[Part, ...]
+    pixels: np.ndarray | None
+    params: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -71,10 +82,17 @@ class DrawCall:
 
 async def generate(request: Request) -> Response:
     """Draw."""
-    call = read_draw(parse_json(await request.body()))
+    return await answer(request, read_draw(parse_json(await request.body())))
+
+
+async def answer(request: Request, call: DrawCall) -> Response:
+    """The pictures, or the events of a stream."""
     pieces = await open_pieces(request, call.call)
-    if call.is_stream:
+    try:
         await pieces.begin()
+    except ApiError as error:
+        raise await _naming_others(request, call.call, error) from error
+    if call.is_stream:
         return sse.response(sse.body(pieces, b"", Drawing(call).events, sse.error_event))
     drawing = Drawing(call)
     async for piece in pieces:
@@ -82,7 +100,18 @@ async def generate(request: Request) -> Response:
     return JSONResponse(await asyncio.to_thread(drawing.answer))
 
 
-def read_draw(fields: Fields) -> DrawCall:
+async def _naming_others(request: Request, call: Call, error: ApiError) -> ApiError:
+    """If the model is the wrong one for this URL: the error with the names of those that can."""
+    if error.param != "model":
+        return error
+    operation = call.request.operation
+    states = await shared_of(request).catalogue.states()
+    able = [model for model, state in states.items() if operation in state.get("operations", ())]
+    others = f"these can: {', '.join(able)}" if able else "no model here can"
+    return invalid("model", f"The model '{call.model}' does not {_ABLE[operation]}; {others}.", error.code)
+
+
+def read_draw(fields: Fields, sources: Sources | None = None) -> DrawCall:
     """The call. Raises ApiError naming the parameter."""
     model = fields.text("model", needed=True) or ""
     prompt = fields.text("prompt", needed=True, most=MAX_PROMPT_CHARS) or ""
@@ -96,7 +125,7 @@ def read_draw(fields: Fields) -> DrawCall:
     more = extras.request(fields)
     more["stages"] = {**more["stages"], STAGE: {**more["stages"].get(STAGE, {}), **options}}
     drawn = DrawCall(
-        Call(model, GenerateRequest(operation="image", input=prompt, **more), PARAMS),
+        _call(model, prompt, more, sources),
         is_stream,
         as_url=fields.choice("response_format", ("b64_json", "url")) == "url",
         file_format=file_format,
@@ -106,6 +135,14 @@ def read_draw(fields: Fields) -> DrawCall:
     fields.choice("style", ("vivid", "natural"))
     fields.nothing_else(IGNORED)
     return drawn
+
+
+def _call(model: str, prompt: str, more: dict[str, Any], sources: Sources | None) -> Call:
+    if sources is None:
+        return Call(model, GenerateRequest(operation="image", input=prompt, **more), PARAMS)
+    message = Message("user", (*sources.parts, Part("text", prompt)))
+    request = GenerateRequest(operation="edit", messages=(message,), **more)
+    return Call(model, request, {**PARAMS, **sources.params, "messages": "prompt"}, image=sources.pixels)
 
 
 def _format(fields: Fields) -> str:
@@ -157,12 +194,14 @@ def _size(fields: Fields) -> tuple[int | None, int | None]:
 
 def usage_of(event: Event) -> dict[str, Any]:
     """OpenAI's counts for pictures."""
-    prompt, made = (int(event.usage.get(name, 0)) for name in ("prompt_tokens", "completion_tokens"))
+    prompt, made, seen = (
+        int(event.usage.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "prompt_image_tokens")
+    )
     return {
         "input_tokens": prompt,
         "output_tokens": made,
         "total_tokens": prompt + made,
-        "input_tokens_details": {"text_tokens": prompt, "image_tokens": 0},
+        "input_tokens_details": {"text_tokens": prompt - seen, "image_tokens": seen},
     }
 
 
@@ -197,15 +236,16 @@ class Drawing:
             return
         if piece.image is not None and piece.event.meta.get("partial"):
             index = int(piece.event.meta.get("partial_image_index", 0))
-            yield self._event(f"{_EVENT}.partial_image", piece.image, {"partial_image_index": index})
+            yield self._event("partial_image", piece.image, {"partial_image_index": index})
             return
         self.on(piece)
         if piece.event.type == "end":
             for _, image in sorted(self._pictures, key=lambda item: item[0]):
-                yield self._event(f"{_EVENT}.completed", image, {"usage": usage_of(piece.event)})
+                yield self._event("completed", image, {"usage": usage_of(piece.event)})
 
     def _event(self, name: str, image: np.ndarray, more: dict[str, Any]) -> bytes:
         call = self._call
+        name = f"{_EVENTS[call.call.request.operation]}.{name}"
         content = {"type": name, "b64_json": call.encode(image), "created_at": self._created}
         return sse.data({**content, **call.facts(image), **more}, name)
 

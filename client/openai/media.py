@@ -63,16 +63,29 @@ def decode_speech(data: bytes, kind: str, param: str) -> np.ndarray:
 
 def decode_picture(data: bytes, param: str) -> np.ndarray:
     """(height, width, 3) uint8. Raises ApiError for what is no picture, or too large."""
+    return np.asarray(_upright(data, PICTURE_FORMATS, param).convert("RGB"))
+
+
+def decode_mask(data: bytes, param: str) -> np.ndarray:
+    """(height, width) uint8, high where the picture is transparent. Raises ApiError, also if it is nowhere."""
+    picture = _upright(data, ("PNG",), param)
+    if "A" not in picture.getbands() and "transparency" not in picture.info:
+        raise invalid(param, "A mask needs an alpha channel: transparent pixels are edited.", "invalid_image")
+    return 255 - np.asarray(picture.convert("RGBA"))[..., 3]
+
+
+def _upright(data: bytes, formats: tuple[str, ...], param: str) -> Image.Image:
+    """The picture as it is looked at."""
     try:
-        with Image.open(io.BytesIO(data), formats=PICTURE_FORMATS) as picture:
+        with Image.open(io.BytesIO(data), formats=formats) as picture:
             if picture.width * picture.height > MAX_PIXELS:
                 raise invalid(param, f"A picture may have {MAX_PIXELS} pixels.", "invalid_image")
-            upright = ImageOps.exif_transpose(picture)
-            return np.asarray(upright.convert("RGB"))
+            picture.load()
+            return ImageOps.exif_transpose(picture)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         # Pillow's words for data of no known format are the address of our buffer
         why = "" if isinstance(error, UnidentifiedImageError) else f": {error}"
-        raise invalid(param, f"The data is no picture ({', '.join(PICTURE_FORMATS)}){why}", "invalid_image") from None
+        raise invalid(param, f"The data is no picture ({', '.join(formats)}){why}", "invalid_image") from None
 
 
 def _too_long(param: str) -> ApiError:

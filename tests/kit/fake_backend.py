@@ -60,6 +60,7 @@ class FakeBackend:
     not_ready: dict[str, str] = field(default_factory=dict[str, str])
     unreachable: bool = False
     rate_hz: int = RATE_HZ
+    operations: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     seen: list[Seen] = field(default_factory=list[Seen])
 
     async def generate(
@@ -96,7 +97,8 @@ class FakeBackend:
         state = {"state": "ready" if reason is None else reason, "instances": 1, "live": 0}
         return {
             "pipeline": pipeline, "ready": reason is None, "stages": {"words": state}, "live": 0, "queued": 0,
-            "operations": ["chat", "speech"], "about": {"voices": list(VOICES), "sample_rate": self.rate_hz},
+            "operations": self.operations.get(pipeline, ["chat", "speech"]),
+            "about": {"voices": list(VOICES), "sample_rate": self.rate_hz},
         }  # fmt: skip
 
     async def models(self) -> list[Model]:
@@ -115,7 +117,7 @@ class FakeBackend:
             raise wire.BadRequest(f"unknown voice '{request.voice}'; available: {', '.join(VOICES)}", "voice")
 
     def _pieces(self, request: GenerateRequest) -> Iterator[Piece]:
-        if request.operation == "image":
+        if request.operation in ("image", "edit"):
             yield from self._pictures(request)
             return
         words = request.input.split() if request.operation == "speech" else []
@@ -135,6 +137,7 @@ class FakeBackend:
 
     def _pictures(self, request: GenerateRequest) -> Iterator[Piece]:
         options = request.stages["denoiser"]
+        usage = {"prompt_tokens": 4.0, "completion_tokens": 8.0, **self.usage}
         shape = (options.get("height", 8), options.get("width", 16), 3)
         for i in range(options.get("partial_images", 0)):
             meta = {"index": 0, "partial": True, "partial_image_index": i}
@@ -142,7 +145,7 @@ class FakeBackend:
         for i in range(options.get("n", 1)):
             meta = {"index": i, "partial": False}
             yield Piece(Event("image", output="image", meta=meta), image=np.full(shape, 200 + i, np.uint8))
-        yield Piece(Event("end", outcome="completed", usage={"prompt_tokens": 4.0, "completion_tokens": 8.0}))
+        yield Piece(Event("end", outcome="completed", usage=usage))
 
 
 def sine(start: int, rate_hz: int = RATE_HZ) -> np.ndarray:
