@@ -344,7 +344,8 @@ class Worker:
                 self._fail(record, DeadlineExceeded(f"no chunk for {silent:.1f} s", edge))
 
     def _ping(self) -> Ping:
-        return Ping(f"{self.pipeline.name}/{self.stage.name}", "ready", self._live, "", dict(self.numbers))
+        numbers = self.numbers | {"held": len(self.records)}
+        return Ping(f"{self.pipeline.name}/{self.stage.name}", "ready", self._live, "", numbers)
 
     @property
     def _live(self) -> int:

@@ -10,9 +10,11 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from backends.control import probe
 from tests.kit.server import RunningServer
 
 HTTP_TIMEOUT_S = 30.0
+PROBE_TIMEOUT_S = 5.0
 
 
 def post(url: str, body: dict[str, Any]) -> tuple[int, str]:
@@ -63,11 +65,37 @@ def metrics(server: RunningServer) -> dict[str, float]:
     return {m[1]: float(m[2]) for m in re.finditer(r"^(omni_\S+) (\S+)$", text, re.MULTILINE)}
 
 
+def processes_of(server: RunningServer) -> dict[str, int]:
+    """Role → pid: "tritonserver", "<model> stub", "<model> worker"; of the first instance of each."""
+    pids = {"tritonserver": server.server_pid()}
+    for instance in reversed(server.instances()):
+        pids[f"{instance.model} stub"] = instance.pid
+        if instance.worker_pid:
+            pids[f"{instance.model} worker"] = instance.worker_pid
+    return pids
+
+
 def holdings(server: RunningServer) -> dict[str, int]:
-    """What the server's processes hold: file descriptors per process name, and names in /dev/shm."""
+    """What the server holds: descriptors (sockets among them) per process, names in /dev/shm, requests and runs."""
     held: dict[str, int] = {"shm names": len(server.regions())}
+    for role, pid in processes_of(server).items():
+        held[f"{role} fds"] = len(os.listdir(f"/proc/{pid}/fd"))
     for instance in server.instances():
-        for role, pid in (("stub", instance.pid), ("worker", instance.worker_pid)):
-            if pid:
-                held[f"{instance.model} {role} fds"] = len(os.listdir(f"/proc/{pid}/fd"))
+        held[f"{instance.model} requests"] = _held(instance.address)
     return held
+
+
+def _held(address: str) -> int:
+    """Requests of an orchestrator, runs of a worker, the ended ones included."""
+    sign = probe(address, PROBE_TIMEOUT_S)
+    return int(sign.numbers.get("held", sign.live))
+
+
+def memory_kb(server: RunningServer) -> dict[str, int]:
+    """Resident memory per process, in KiB."""
+    return {role: _resident_kb(pid) for role, pid in processes_of(server).items()}
+
+
+def _resident_kb(pid: int) -> int:
+    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))

@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,26 +24,50 @@ from tritonclient.utils import InferenceServerException
 
 @dataclass
 class Life:
-    """What a client saw of one request."""
+    """What a client saw of one request.
+
+    final  (output, stage) that the end came under
+    late   responses that came after the end
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     ends: list[str] = field(default_factory=list)
+    final: tuple[str, str] | None = None
     order_errors: int = 0
+    late: int = 0
     first_s: float | None = None
     seconds: float = 0.0
+    words: int = 0
     samples: int = 0
 
 
 @dataclass
 class Plan:
-    """One request to make. `cancel_after`: close the stream after so many responses."""
+    """One request to make.
 
-    body: dict[str, Any]
+    body            as JSON; bytes are sent as they are
+    cancel_after    leave after so many responses
+    cancel_after_s  leave after so many seconds, whatever came
+    by_abort        leave by an abort of the id instead of closing the stream
+    pause_s         how long the reader takes for each response
+    before          called just before the request is made
+    """
+
+    body: dict[str, Any] | bytes
     model: str = "toy"
     request_id: str = ""
     cancel_after: int | None = None
+    cancel_after_s: float | None = None
+    by_abort: bool = False
     timeout_s: float = 120.0
     pause_s: float = 0.0
+    before: Callable[[], None] | None = None
+    label: str = ""
+
+    def leaves(self, life: Life, since_start_s: float) -> bool:
+        """True if it is time to leave."""
+        enough = self.cancel_after is not None and sum(life.counts.values()) >= self.cancel_after
+        return enough or (self.cancel_after_s is not None and since_start_s >= self.cancel_after_s)
 
 
 def run_one(url: str, plan: Plan) -> Life:
@@ -53,49 +78,70 @@ def run_one(url: str, plan: Plan) -> Life:
     try:
         client.start_stream(lambda result, error: responses.put((result, error)))
         tensor = grpcclient.InferInput("request", [1], "BYTES")
-        tensor.set_data_from_numpy(np.array([json.dumps(plan.body).encode()], object))
+        sent = plan.body if isinstance(plan.body, bytes) else json.dumps(plan.body).encode()
+        tensor.set_data_from_numpy(np.array([sent], object))
         client.async_stream_infer(plan.model, [tensor], request_id=plan.request_id, enable_empty_final_response=True)
-        _collect(life, plan, responses, started)
+        _collect(life, plan, responses, started, url)
     except InferenceServerException as error:
         life.ends.append(f"lost {error.message()}")
     finally:
         client.stop_stream(cancel_requests=True)
         client.close()
     life.seconds = time.monotonic() - started
+    while life.ends != ["cancelled here"] and not responses.empty():
+        life.late += responses.get()[1] is None
     return life
 
 
-def _collect(life: Life, plan: Plan, responses: queue.SimpleQueue[Any], started: float) -> None:
-    expected: Counter[str] = Counter()
+def abort(url: str, model: str, request_id: str) -> None:
+    """End every request of this id; unknown and ended ids are fine."""
+    answer = run_one(url, Plan({"operation": "abort", "target": request_id}, model, timeout_s=30))
+    assert len(answer.ends) == 1, f"the answer to an abort ended so: {answer.ends}"
+
+
+def _collect(life: Life, plan: Plan, responses: queue.SimpleQueue[Any], started: float, url: str) -> None:
+    """Take responses until the last one, or until the plan says to leave."""
+    leaving = plan.cancel_after is not None or plan.cancel_after_s is not None
     while True:
-        left = plan.timeout_s - (time.monotonic() - started)
+        since_s = time.monotonic() - started
+        due_s = plan.timeout_s if not leaving or plan.cancel_after_s is None else plan.cancel_after_s
         try:
-            result, error = responses.get(timeout=max(left, 0.001))
+            result, error = responses.get(timeout=max(due_s - since_s, 0.001))
         except queue.Empty:
-            life.ends.append("timeout")
-            return
-        if error is not None:
-            life.ends.append(f"error {error.message()}")
-            return
-        if plan.pause_s:
-            time.sleep(plan.pause_s)
-        raw = result.as_numpy("event")
-        if raw is not None:
-            event = json.loads(raw[0])
-            life.first_s = life.first_s or time.monotonic() - started
-            if event["type"] == "end":
-                life.ends.append(event["finish_reason"])
-            elif event["type"] != "progress":
-                life.order_errors += event.get("index", 0) != expected[event["type"]]
-                expected[event["type"]] += 1
-                life.counts[event["type"]] += 1
-                audio = result.as_numpy("audio")
-                life.samples += 0 if audio is None else audio.size
-        if result.get_response().parameters["triton_final_response"].bool_param:
-            return
-        if plan.cancel_after is not None and sum(life.counts.values()) >= plan.cancel_after:
-            life.ends.append("cancelled here")
-            return
+            if not leaving or plan.cancel_after_s is None:
+                life.ends.append("timeout")
+                return
+        else:
+            if error is not None:
+                life.ends.append(f"error {error.message()}")
+                return
+            if plan.pause_s:
+                time.sleep(plan.pause_s)
+            if _take(life, result, started):
+                return
+        if leaving and plan.leaves(life, time.monotonic() - started):
+            if not plan.by_abort:
+                life.ends.append("cancelled here")
+                return
+            leaving = False
+            abort(url, plan.model, plan.request_id)
+
+
+def _take(life: Life, result: Any, started: float) -> bool:
+    """Note one response; True if it is the last."""
+    raw, text, audio = (result.as_numpy(name) for name in ("event", "text_output", "audio"))
+    if raw is not None:
+        event = json.loads(raw[0])
+        life.first_s = life.first_s or time.monotonic() - started
+        life.words += 0 if text is None else len(text[0].split())
+        life.samples += 0 if audio is None else audio.size
+        if event["type"] == "end":
+            life.ends.append(event["finish_reason"])
+            life.final = (event.get("output", ""), event.get("stage", ""))
+        elif event["type"] != "progress":
+            life.order_errors += event.get("index", 0) != life.counts[event["type"]]
+            life.counts[event["type"]] += 1
+    return result.get_response().parameters["triton_final_response"].bool_param
 
 
 def run_many(url: str, plans: list[Plan], streams: int) -> list[Life]:
@@ -108,6 +154,8 @@ def run_many(url: str, plans: list[Plan], streams: int) -> list[Life]:
                 item = next(todo, None)
             if item is None:
                 return
+            if item[1].before is not None:
+                item[1].before()
             lives[item[0]] = run_one(url, item[1])
 
     threads = [threading.Thread(target=work) for _ in range(streams)]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from backends.config.repository import write
 from backends.control.records import InstanceRecord, read_records
 from backends.supervisor import processes, rundir
 from backends.supervisor.home import REPO, Home, find_home
@@ -21,6 +23,7 @@ from backends.supervisor.locate import find_server
 
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
+KEPT_LOGS = 40
 
 
 @dataclass
@@ -139,14 +142,14 @@ def _bare(
     child = launch.start(log)
     try:
         processes.wait_until(lambda: launch.api().is_ready(2.0) or child.poll() is not None, timeout_s)
-        assert child.poll() is None and launch.api().is_ready(2.0), f"server not ready:\n{_kept(log, home)}"
+        assert child.poll() is None and launch.api().is_ready(2.0), f"server not ready:\n{_kept(log, home, child.pid)}"
         yield RunningServer(
             ports.http, ports.grpc, ports.metrics, 0, "", run_dir.path, run_dir.shm_prefix, child.pid, 0, log
         )
     finally:
         known = run_dir.processes()
         processes.stop(child, STOP_TIMEOUT_S)
-        _kept(log, home)
+        _kept(log, home, child.pid)
         run_dir.remove(known)
 
 
@@ -161,14 +164,14 @@ def _supervised(
     try:
         processes.wait_until(lambda: info.exists() or child.poll() is not None, timeout_s)
         facts = rundir.read_json(info)
-        assert facts is not None, f"server not ready:\n{_kept(log, home)}"
+        assert facts is not None, f"server not ready:\n{_kept(log, home, child.pid)}"
         yield RunningServer(
             facts["http_port"], facts["grpc_port"], facts["metrics_port"], facts["openai_port"], facts["key"],
             Path(facts["run_dir"]), facts["shm_prefix"], facts["server_pid"], child.pid, Path(facts["server_log"]),
         )  # fmt: skip
     finally:
         _end_supervisor(child)
-        _kept(log, home)
+        _kept(log, home, child.pid)
 
 
 def _end_supervisor(child: subprocess.Popen[bytes]) -> None:
@@ -179,12 +182,22 @@ def _end_supervisor(child: subprocess.Popen[bytes]) -> None:
     assert gone_by_itself, "the supervisor had to be killed"
 
 
-def _kept(log: Path, home: Home) -> str:
-    """Copy a test server's log to where it outlives the test; returns its end."""
+def _kept(log: Path, home: Home, pid: int) -> str:
+    """Copy a test server's log to where it outlives the test, under its pid; returns its end. Old copies go."""
     home.logs.mkdir(parents=True, exist_ok=True)
     if log.exists():
-        (home.logs / f"test-{log.name}").write_bytes(log.read_bytes())
+        shutil.copy(log, home.logs / f"test-{log.stem}-{pid}.log")
+    for old in sorted(home.logs.glob(f"test-{log.stem}-*.log"), key=lambda path: path.stat().st_mtime)[:-KEPT_LOGS]:
+        old.unlink(missing_ok=True)
     return log_tail(log, 60)
+
+
+def toy_repository(out: Path, deploy: str) -> Path:
+    """A model repository of the toy with another deploy.yaml."""
+    file = out / "deploy.yaml"
+    file.write_text(deploy)
+    write(out, file)
+    return out / "toy"
 
 
 TOY_REPOSITORY = REPO / "model_repository" / "toy"

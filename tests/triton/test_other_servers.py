@@ -11,21 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from backends.config.repository import write
 from backends.control import probe
 from tests.kit.calls import generate, health, idle
 from tests.kit.load import Life, Plan, body, run_many, run_one
-from tests.kit.server import TOY_REPOSITORY, running_server, wait_for
+from tests.kit.server import TOY_REPOSITORY, running_server, toy_repository, wait_for
 
 pytestmark = pytest.mark.triton
-
-
-def toy_repository(out: Path, deploy: str) -> Path:
-    """A model repository of the toy with another deploy.yaml."""
-    file = out / "deploy.yaml"
-    file.write_text(deploy)
-    write(out, file)
-    return out / "toy"
 
 
 def test_hung_worker_is_killed_and_comes_back(tmp_path: Path) -> None:
