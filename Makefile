@@ -50,11 +50,11 @@ doctor: ## is all set up; memory and start-up seconds of running servers
 test: setup lint ## set-up, lint, types and all tests but chaos, soak and GPU
 	@$(PYTEST) -m "not chaos and not soak and not gpu" $(TESTS)
 
-test-soak: setup ## long runs: 64 streams, perf_analyzer, random cancels
+test-soak: setup ## long runs: ten thousand random lives, an hour of soak (its numbers in out/soak.json)
 	@$(PYTEST) -m soak --timeout 3600 $(TESTS)
 
-chaos: setup ## kill workers, stubs and servers while clients stream
-	@$(PYTEST) -m "not soak" tests/chaos
+chaos: setup ## at most 20 minutes: random lives, dying workers, stubs and servers while clients stream; seeded
+	@$(PYTEST) -m "not soak" -s tests/chaos
 
 test-gpu: ## tests that need a CUDA device
 	@$(PYTEST) -m gpu $(TESTS)
