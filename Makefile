@@ -10,6 +10,8 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12; do \
 	done; echo python3)
 PIP_ARGS ?=
 export PIP_ARGS
+# cuda,client,dev makes the engine environment for GPUs; empty: as it is (at first for CPUs). See docs/gpus.md
+EXTRAS ?=
 
 OMNI_HOME := $(shell $(PYTHON) -m backends.supervisor.home 2>/dev/null)
 ENGINE := $(OMNI_HOME)/engine/bin
@@ -24,10 +26,10 @@ TESTS ?= tests
 help: ## show this list
 	@echo "Triton-Omni: make TARGET"
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
-	@echo "Variables: PYTHON=$(PYTHON)  PIP_ARGS='…' for every pip call  SERVE_ARGS='--any-port …'  TRITON_OMNI_HOME=$(OMNI_HOME)"
+	@echo "Variables: PYTHON=$(PYTHON)  PIP_ARGS='…' for every pip call  EXTRAS=cuda,client,dev for GPUs  SERVE_ARGS='--any-port …'  TRITON_OMNI_HOME=$(OMNI_HOME)"
 
 setup: ## make environments, server and weights (about 5 minutes, 6 GB; again: only what changed)
-	@$(PYTHON) -m backends.supervisor.setup
+	@$(PYTHON) -m backends.supervisor.setup $(if $(EXTRAS),--extras $(EXTRAS))
 
 serve: setup ## run supervisor, server and OpenAI proxy until Ctrl-C
 	@$(SUPERVISOR) serve $(SERVE_ARGS)
@@ -56,7 +58,9 @@ test-soak: setup ## long runs: ten thousand random lives, an hour of soak (its n
 chaos: setup ## at most 20 minutes: random lives, dying workers, stubs and servers while clients stream; seeded
 	@$(PYTEST) -m "not soak" -s tests/chaos
 
-test-gpu: ## tests that need a CUDA device
+test-gpu: ## tests that need a CUDA device; makes the engine environment for it
+	@compgen -G '/dev/nvidia[0-9]*' >/dev/null || { echo 'test-gpu: there is no NVIDIA GPU here'; exit 1; }
+	@$(MAKE) --no-print-directory setup EXTRAS=cuda,client,dev
 	@$(PYTEST) -m gpu $(TESTS)
 
 repository: ## write the model repositories from pipelines and deploy.yaml

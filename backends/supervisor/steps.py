@@ -31,7 +31,8 @@ STUB_REQUIREMENTS = HERE / "requirements-stub.txt"
 HOOK = HERE / "torchvision_hook.py"
 PIPELINES = REPO / "backends" / "pipelines"
 GIGABYTE = 1 << 30
-FIRST_SETUP_BYTES = 8 * GIGABYTE  # engine 4.1 GB, server and weights 0.7, converted weights 0.5, pip's own copies
+# cpu: engine 4.1 GB, server and weights 0.7, converted weights 0.5, pip's own copies; cuda: CUDA's libraries on top
+FIRST_SETUP_BYTES = {"cpu": 8 * GIGABYTE, "cuda": 24 * GIGABYTE}
 LATER_SETUP_BYTES = GIGABYTE
 HOOK_MODULE = "triton_omni_torchvision_hook"
 _MODEL_LINE = re.compile(r"^\S+( …|: )")  # what a build_models.py says of each model
@@ -45,7 +46,12 @@ class Context:
 
     home: Home
     say: Say
-    extras: str = "cpu,client,dev"
+    extras: str
+
+    @property
+    def build(self) -> str:
+        """Which build of vLLM, "cuda" or "cpu", the engine environment is to hold."""
+        return "cuda" if "cuda" in self.extras.split(",") else "cpu"
 
     @property
     def interpreter(self) -> str:
@@ -141,13 +147,14 @@ def check(context: Context) -> None:
             version = ".".join(platform.python_version_tuple()[:2])
             raise Problem(f"this Python has no module '{module}'", f"apt-get install python{version}-venv")
     context.say(f"    {context.interpreter}, {libpython_of(Path(sys.executable)).name}")
-    check_disk(context.home)
+    check_disk(context.home, context.build)
 
 
-def check_disk(home: Home) -> None:
+def check_disk(home: Home, build: str) -> None:
     """Raises Problem if the disk cannot hold what is still to come."""
     home.root.mkdir(parents=True, exist_ok=True)
-    needed = LATER_SETUP_BYTES if home.engine_python.exists() else FIRST_SETUP_BYTES
+    is_there = home.engine_python.exists() and home.engine_build == build
+    needed = LATER_SETUP_BYTES if is_there else FIRST_SETUP_BYTES[build]
     free = shutil.disk_usage(home.root).free
     if free < needed:
         raise Problem(
@@ -172,6 +179,8 @@ def make_environment(context: Context, folder: Path, log: Path) -> Path:
 def make_engine(context: Context) -> None:
     """The environment of the engine workers, the proxy and the developer's tools."""
     log = context.log("engine")
+    if context.home.engine_build != context.build:  # the two builds of vLLM would overwrite one another
+        shutil.rmtree(context.home.engine, ignore_errors=True)
     python = make_environment(context, context.home.engine, log)
     pip(python, ["install", *project_arguments(context, f"[{context.extras}]")], log, context.say)
 
@@ -194,7 +203,8 @@ def cure_torchvision(context: Context) -> None:
     """Remove what breaks beside a CPU torch, install the hook, and see torchvision imported if it is there."""
     log = context.log("torchvision")
     python = context.home.engine_python
-    pip(python, ["uninstall", "--yes", *UNWANTED], log, context.say)
+    if context.build == "cpu":
+        pip(python, ["uninstall", "--yes", *UNWANTED], log, context.say)
     where = run([str(python), "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], log)
     site = Path(where.strip())
     shutil.copy(HOOK, site / f"{HOOK_MODULE}.py")

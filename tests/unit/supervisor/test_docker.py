@@ -69,7 +69,7 @@ def test_the_servers_entry_point_is_a_command_line_of_ours() -> None:
     serve.add_arguments(parser)
     options = parser.parse_args(words[words.index("serve") + 1 :])
     assert options.host == "0.0.0.0" and options.no_proxy
-    assert (REPO / options.repository[0].relative_to("/opt/triton-omni")).is_dir()
+    assert (REPO / options.deploy[0].relative_to("/opt/triton-omni/source")).is_file()
 
 
 def test_nvidias_image_is_new_enough() -> None:

