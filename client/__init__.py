@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from backends.wire import Deadlines, Event, GenerateRequest, Message, OmniError, Part, Sampling
 from client.connection import AsyncClient
+from client.fetch import read_url
+from client.media import Media, MediaError
 from client.pieces import Piece
 from client.sync import Client
 
@@ -21,9 +23,12 @@ __all__ = [
     "Deadlines",
     "Event",
     "GenerateRequest",
+    "Media",
+    "MediaError",
     "Message",
     "OmniError",
     "Part",
     "Piece",
     "Sampling",
+    "read_url",
 ]

@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 from backends import wire
 from backends.wire import GenerateRequest, OmniError
 from client import failures
-from client.pieces import Piece, inputs_of, is_final, piece_of
+from client.pieces import NO_MEDIA, Piece, inputs_of, is_final, piece_of
 
 CONTROL_TIMEOUT_S = 10.0
 """For calls that no stage works on: health, abort, the list of models."""
@@ -49,18 +49,19 @@ class AsyncClient:
         pipeline: str,
         request: GenerateRequest,
         *,
-        audio: np.ndarray | None = None,
-        image: np.ndarray | None = None,
+        media: Mapping[str, np.ndarray] = NO_MEDIA,
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """Pieces of the answer as they come; the last has the event "end". Raises OmniError.
 
+        `media` are the tensors that message parts are slices of; client.media.Media makes both.
+        `request_id` is the id that `abort` ends the request by; without one it gets one, which its events name.
         Closing the iterator (or cancelling the task that waits for it) cancels the request at once.
         """
         call = {
             "model_name": pipeline,
-            "inputs": inputs_of(request, audio, image),
+            "inputs": inputs_of(request, media),
             "request_id": request_id or wire.new_request_id(),
         }
         stream: Any = self._triton.stream_infer(_once(call), stream_timeout=timeout_s, headers=self._headers)

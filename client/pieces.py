@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from backends import wire
 from backends.wire import Event, GenerateRequest
 
 FINAL = "triton_final_response"
+NO_MEDIA: Mapping[str, np.ndarray] = {}
+_MEDIA_TYPES = {wire.AUDIO: (np.float32, "FP32"), wire.IMAGE: (np.uint8, "UINT8"), wire.VIDEO: (np.uint8, "UINT8")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +32,16 @@ class Piece:
     image: np.ndarray | None = None
 
 
-def inputs_of(request: GenerateRequest, audio: np.ndarray | None, image: np.ndarray | None) -> list[InferInput]:
+def inputs_of(request: GenerateRequest, media: Mapping[str, np.ndarray]) -> list[InferInput]:
     """A request and its media as inputs of the public model. Raises ValueError for media of a wrong type."""
     inputs = [_input(wire.REQUEST, np.array([wire.encode_request(request)], dtype=np.object_), "BYTES")]
-    if audio is not None:
-        if audio.dtype != np.float32 or audio.ndim != 1:
-            raise ValueError(f"audio must be (samples,) float32, not {audio.shape} {audio.dtype}")
-        inputs.append(_input(wire.AUDIO, audio, "FP32"))
-    if image is not None:
-        if image.dtype != np.uint8:
-            raise ValueError(f"image must be uint8, not {image.dtype}")
-        inputs.append(_input(wire.IMAGE, image.reshape(-1), "UINT8"))
+    for name, data in media.items():
+        if name not in _MEDIA_TYPES:
+            raise ValueError(f"media are {', '.join(_MEDIA_TYPES)}, not {name}")
+        dtype, datatype = _MEDIA_TYPES[name]
+        if data.dtype != dtype or (name == wire.AUDIO and data.ndim != 1):
+            raise ValueError(f"{name} must be {np.dtype(dtype)}, audio of one dimension, not {data.dtype} {data.shape}")
+        inputs.append(_input(name, data.reshape(-1), datatype))
     return inputs
 
 

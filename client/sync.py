@@ -13,7 +13,8 @@ import numpy as np
 
 from backends.wire import GenerateRequest
 from client.connection import AsyncClient, Model
-from client.pieces import Piece
+from client.fetch import is_any, read_url
+from client.pieces import NO_MEDIA, Piece
 
 T = TypeVar("T")
 
@@ -32,18 +33,12 @@ class Client:
         pipeline: str,
         request: GenerateRequest,
         *,
-        audio: np.ndarray | None = None,
-        image: np.ndarray | None = None,
+        media: Mapping[str, np.ndarray] = NO_MEDIA,
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Iterator[Piece]:
-        """Pieces of the answer as they come; the last has the event "end". Raises OmniError.
-
-        Closing the iterator, or leaving a `for` over it, cancels the request.
-        """
-        pieces: Any = self._client.generate(
-            pipeline, request, audio=audio, image=image, request_id=request_id, timeout_s=timeout_s
-        )
+        """AsyncClient.generate. Closing the iterator, or leaving a `for` over it, cancels the request."""
+        pieces: Any = self._client.generate(pipeline, request, media=media, request_id=request_id, timeout_s=timeout_s)
         try:
             while (piece := self._wait(_next(pieces))) is not None:
                 yield piece
@@ -65,6 +60,10 @@ class Client:
     def is_live(self) -> bool:
         """True if the server answers."""
         return self._wait(self._client.is_live())
+
+    def read_url(self, url: str) -> bytes:
+        """The bytes of a data URL or behind an http(s) one, of any address. Raises MediaError."""
+        return self._wait(read_url(url, is_any))
 
     def close(self) -> None:
         """End the channel and the thread; open requests are cancelled."""

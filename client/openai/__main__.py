@@ -31,6 +31,7 @@ def arguments() -> argparse.ArgumentParser:
         help="serve this pipeline, under another name if given; may be repeated (default: all public models)",
     )  # fmt: skip
     add("--header", action="append", default=[], metavar="NAME=VALUE", help="sent to Triton with every call")
+    add("--private-urls", action="store_true", help="fetch media of requests from this network's own addresses, too")
     return parser
 
 
@@ -43,7 +44,7 @@ async def serve(options: argparse.Namespace) -> None:
     """Serve until a signal comes."""
     page = options.metrics
     url = "" if not page else page if "://" in page else f"http://{page}/metrics"
-    settings = Settings(pairs(options.model), options.api_key, url)
+    settings = Settings(pairs(options.model), options.api_key, url, options.private_urls)
     # gRPC's channel belongs to the loop that it is made in, so it is made here.
     app = make_app(AsyncClient(options.triton, pairs(options.header)), settings)
     config = uvicorn.Config(

@@ -14,8 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from client.fetch import is_any, is_public
 from client.openai import chat, edits, images, models, speech
-from client.openai.calls import Backend, Shared
+from client.openai.backend import Backend
+from client.openai.calls import Shared
 from client.openai.errors import ApiError
 from client.openai.guard import MAX_BODY_BYTES, Guard
 from client.openai.metrics import Metrics, show_metrics
@@ -40,11 +42,13 @@ class Settings:
     models       model id → pipeline; empty: every public model of the server
     api_key      clients of /v1 must send it; empty: nobody is asked
     metrics_url  Triton's metrics page; empty: only our own numbers
+    private_urls  media may be fetched from any address, also from inside this network
     """
 
     models: Mapping[str, str] = field(default_factory=dict[str, str])
     api_key: str = ""
     metrics_url: str = ""
+    private_urls: bool = False
     max_body_bytes: int = MAX_BODY_BYTES
 
 
@@ -70,7 +74,8 @@ def make_app(backend: Backend, settings: Settings) -> Starlette:
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},  # pyright: ignore[reportArgumentType]
         lifespan=lifespan,
     )
-    app.state.shared = Shared(backend, models.Catalogue(backend, settings.models), Transcripts())
+    may_fetch = is_any if settings.private_urls else is_public
+    app.state.shared = Shared(backend, models.Catalogue(backend, settings.models), Transcripts(), may_fetch)
     app.state.metrics = metrics
     app.state.metrics_url = settings.metrics_url
     return app

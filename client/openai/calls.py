@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from starlette.requests import Request
 
 from backends import wire
 from backends.wire import GenerateRequest, OmniError
-from client.connection import Model
+from client.fetch import IsAllowed
+from client.openai.backend import Backend
 from client.openai.errors import ParamOf, of_omni
 from client.openai.models import Catalogue
 from client.openai.transcripts import Transcripts
@@ -22,85 +23,77 @@ from client.pieces import Piece
 
 KEEP_ALIVE_S = 10.0
 """How long a stream may say nothing; and how long its head waits for an error that deserves its own status."""
+SEEDS = 2**64
 
 
 class BrokenOff(Exception):
     """An answer failed after its head was sent, in a form that has no place for an error: cut the connection."""
 
 
-class Backend(Protocol):
-    """What the proxy needs of a server; AsyncClient is one."""
-
-    def generate(
-        self,
-        pipeline: str,
-        request: GenerateRequest,
-        *,
-        audio: np.ndarray | None = None,
-        image: np.ndarray | None = None,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-    ) -> AsyncGenerator[Piece, None]: ...
-
-    async def health(self, pipeline: str) -> dict[str, Any]: ...
-
-    async def models(self) -> list[Model]: ...
-
-    async def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Shared:
-    """What all requests of one proxy share; `app.state.shared`."""
+    """What all requests of one proxy share; `app.state.shared`. `may_fetch` says which addresses URLs may lead to."""
 
     backend: Backend
     catalogue: Catalogue
     transcripts: Transcripts
+    may_fetch: IsAllowed
 
 
 class Pieces:
-    """A backend's pieces. Waiting can time out without losing the piece that is on its way.
+    """The pieces of one or more runs, each with the number of its run, as they come.
 
-    Use as a context manager: leaving it ends the request if it has not ended.
+    Waiting can time out without losing a piece that is on its way. Use as a context manager: leaving it ends the
+    runs that have not ended.
     """
 
-    def __init__(self, source: AsyncGenerator[Piece, None], param_of: ParamOf) -> None:
-        self._source = source
+    def __init__(self, sources: Sequence[AsyncGenerator[Piece, None]], param_of: ParamOf) -> None:
+        self._sources = dict(enumerate(sources))
+        self._open = set(self._sources)
         self._param_of = param_of
-        self._coming: asyncio.Task[Piece | None] | None = None
+        self._coming: dict[int, asyncio.Task[Piece | None]] = {}
 
     async def __aenter__(self) -> Pieces:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._coming is not None:
-            self._coming.cancel()
-            await asyncio.gather(self._coming, return_exceptions=True)
-        await self._source.aclose()
+        for coming in self._coming.values():
+            coming.cancel()
+        await asyncio.gather(*self._coming.values(), return_exceptions=True)
+        for source in self._sources.values():
+            await source.aclose()
 
     async def begin(self) -> None:
         """Wait a while for the first piece. Raises ApiError if an error comes first: it can still be the answer."""
-        if await self.wait(KEEP_ALIVE_S):
-            assert self._coming is not None
-            self._result(self._coming)
+        await self.wait(KEEP_ALIVE_S)
+        for coming in self._coming.values():
+            if coming.done():
+                self._result(coming)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
         """True once the next piece, the end or an error is there."""
-        if self._coming is None:
-            self._coming = asyncio.create_task(self._fetch())
-        done, _ = await asyncio.wait({self._coming}, timeout=timeout_s)
+        for number in self._open - self._coming.keys():
+            self._coming[number] = asyncio.create_task(self._fetch(number))
+        if not self._coming:
+            return True
+        done, _ = await asyncio.wait(self._coming.values(), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return bool(done)
 
-    async def next(self) -> Piece | None:
-        """The next piece; None after the last. Raises ApiError."""
-        await self.wait()
-        assert self._coming is not None
-        coming, self._coming = self._coming, None
-        return self._result(coming)
+    async def next(self) -> tuple[int, Piece] | None:
+        """(run, piece); None when all runs have ended. Raises ApiError."""
+        while self._open:
+            await self.wait()
+            # Who was served goes to the end of the dict when it is waited for anew: runs take turns.
+            number = next(number for number, coming in self._coming.items() if coming.done())
+            piece = self._result(self._coming.pop(number))
+            if piece is not None:
+                return number, piece
+            self._open.discard(number)
+        return None
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        while (piece := await self.next()) is not None:
-            yield piece
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Piece]]:
+        while (item := await self.next()) is not None:
+            yield item
 
     def _result(self, coming: asyncio.Task[Piece | None]) -> Piece | None:
         try:
@@ -108,8 +101,8 @@ class Pieces:
         except OmniError as error:
             raise of_omni(error, self._param_of) from error
 
-    async def _fetch(self) -> Piece | None:
-        piece = await anext(self._source, None)
+    async def _fetch(self, number: int) -> Piece | None:
+        piece = await anext(self._sources[number], None)
         if piece is not None and piece.event.outcome == "cancelled":
             raise wire.from_line("[cancelled] the request was aborted")
         return piece
@@ -117,19 +110,31 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Call:
-    """A checked request, ready for the server. `params` maps our fields to the OpenAI request's parameters."""
+    """A checked request, ready for the server.
+
+    params  maps our fields to the OpenAI request's parameters
+    runs    how many times to run it; a given seed grows by one with each run
+    """
 
     model: str
     request: GenerateRequest
     params: Mapping[str, str]
-    audio: np.ndarray | None = None
-    image: np.ndarray | None = None
+    media: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    runs: int = 1
 
     def param_of(self, where: str) -> str | None:
         """The OpenAI parameter that a field of our request came from."""
         if where == "operation":  # this pipeline does not do what the URL asks for
             return "model"
         return self.params.get(where, where.removeprefix("sampling.") or None)
+
+    def request_of(self, run: int) -> GenerateRequest:
+        """The request of one of the runs."""
+        sampling = self.request.sampling
+        if not run or sampling.seed is None:
+            return self.request
+        seed = (sampling.seed + run + SEEDS // 2) % SEEDS - SEEDS // 2
+        return msgspec.structs.replace(self.request, sampling=msgspec.structs.replace(sampling, seed=seed))
 
 
 def shared_of(request: Request) -> Shared:
@@ -142,8 +147,11 @@ async def open_pieces(request: Request, call: Call) -> Pieces:
     """Start the call; whatever happens to the HTTP request also happens to it."""
     shared = shared_of(request)
     pipeline = await shared.catalogue.pipeline_of(call.model)
-    source = shared.backend.generate(
-        pipeline, call.request, audio=call.audio, image=call.image, request_id=request.state.request_id
-    )
+    sources = [
+        shared.backend.generate(
+            pipeline, call.request_of(run), media=call.media, request_id=request.state.request_id
+        )
+        for run in range(call.runs)
+    ]  # fmt: skip
     stack: AsyncExitStack = request.state.stack
-    return await stack.enter_async_context(Pieces(source, call.param_of))
+    return await stack.enter_async_context(Pieces(sources, call.param_of))

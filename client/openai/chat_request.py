@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.wire import GenerateRequest, Sampling
-from client.openai import extras
+from client.openai import extras, images
 from client.openai.audio import MEDIA_TYPES
 from client.openai.calls import Call
 from client.openai.errors import invalid, missing, unsupported
@@ -16,16 +16,19 @@ from client.openai.messages import Reader
 
 MAX_STOPS = 4
 MAX_TOKENS = 1 << 24
-MODALITIES = ("text", "audio")
+MAX_CHOICES = 16
+MODALITIES = ("text", "audio", "image")
 AUDIO_FORMATS = tuple(k for k in MEDIA_TYPES if k != "pcm")
-PARAMS = {"voice": "audio.voice", "sampling.json_schema": "response_format", "sampling.logprobs": "top_logprobs"}
+PARAMS = images.PARAMS | {
+    "voice": "audio.voice", "sampling.json_schema": "response_format", "sampling.logprobs": "top_logprobs",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ChatCall:
     """A chat as the client wants it answered.
 
-    audio_format  None: text only; else the text comes as the transcript of speech
+    audio_format  None: no speech; else the text comes as the transcript of speech
     top_logprobs  None: no log-probabilities
     """
 
@@ -41,9 +44,10 @@ async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
     model = fields.text("model", needed=True) or ""
     raw_messages = fields.items("messages", needed=True) or []
     is_stream, with_usage = _stream(fields)
-    voice, audio_format = _audio(fields, is_stream)
+    modalities = _modalities(fields)
+    voice, audio_format = _audio(fields, modalities, is_stream)
     top_logprobs = _logprobs(fields)
-    _only_one_choice(fields)
+    runs = fields.integer("n", 1, MAX_CHOICES) or 1
     limit, limit_param = _max_tokens(fields)
     sampling = Sampling(
         max_tokens=limit,
@@ -60,19 +64,20 @@ async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
     )
     tools = _tools(fields)
     options = extras.request(fields)
+    options["stages"] = images.with_options(options["stages"], images.drawing_options(fields))
     fields.nothing_else(IGNORED)
     messages = await reader.read(raw_messages)
     request = GenerateRequest(
         operation="chat",
         messages=messages,
-        modalities=("text",) if audio_format is None else MODALITIES,
+        modalities=modalities,
         voice=voice,
         sampling=sampling,
         tools=tools,
         **options,
     )
     params = PARAMS | {"sampling.max_tokens": limit_param}
-    call = Call(model, request, params, reader.media.audio, reader.media.image)
+    call = Call(model, request, params, reader.media.tensors, runs)
     return ChatCall(call, is_stream, with_usage, audio_format, top_logprobs)
 
 
@@ -89,16 +94,24 @@ def _stream(fields: Fields) -> tuple[bool, bool]:
     return is_stream, with_usage
 
 
-def _audio(fields: Fields, is_stream: bool) -> tuple[str | None, str | None]:
-    """(voice, format); (None, None) for text alone."""
+def _modalities(fields: Fields) -> tuple[str, ...]:
+    """Outputs wanted; none: what the pipeline's chat makes if nobody asks. Speech brings its transcript along."""
     modalities = fields.items("modalities")
-    for i, modality in enumerate(modalities or ()):
+    if modalities is None:
+        return ()
+    if not modalities:
+        raise invalid("modalities", "'modalities' must name at least one output.")
+    for i, modality in enumerate(modalities):
         if modality not in MODALITIES:
             raise unsupported(f"modalities[{i}]", f"Modality {modality!r} is not one of {', '.join(MODALITIES)}.")
+    wanted = {*modalities, "text"} if "audio" in modalities else set(modalities)
+    return tuple(modality for modality in MODALITIES if modality in wanted)
+
+
+def _audio(fields: Fields, modalities: tuple[str, ...], is_stream: bool) -> tuple[str | None, str | None]:
+    """(voice, format); (None, None) for no speech."""
     audio = fields.inner("audio")
-    if modalities is not None and not modalities:
-        raise invalid("modalities", "'modalities' must name at least one output.")
-    if "audio" not in (modalities or ()):
+    if "audio" not in modalities:
         if audio is not None:
             raise invalid("audio", "'audio' is only for answers with speech: add 'audio' to 'modalities'.")
         return None, None
@@ -132,12 +145,6 @@ def _logprobs(fields: Fields) -> int | None:
     if top is not None and not wanted:
         raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
     return (top or 0) if wanted else None
-
-
-def _only_one_choice(fields: Fields) -> None:
-    n = fields.integer("n", 1, 128)
-    if n not in (None, 1):
-        raise unsupported("n", f"This server makes one choice per request: 'n' must be 1, not {n}.")
 
 
 def _max_tokens(fields: Fields) -> tuple[int | None, str]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
-from client.openai import media
+from backends.wire import Part
+from client.media import Media
 from client.openai.errors import ApiError, invalid, missing
 from client.openai.fields import Fields, from_text
 from client.openai.images import Sources, answer, read_draw
-from client.openai.messages import Media
+from client.openai.messages import blaming
 
 MAX_PICTURES = 16
 MAX_FIELDS = 100
@@ -36,27 +38,28 @@ async def edit(request: Request) -> Response:
 async def _sources(form: FormData) -> Sources:
     """Pictures, then the mask of the first one."""
     found = Media()
-    pictures = [await _decoded(value, "image", media.decode_picture) for key in PICTURES for value in form.getlist(key)]
-    if not pictures:
+    parts = [await _part(value, "image", found.image) for key in PICTURES for value in form.getlist(key)]
+    if not parts:
         raise missing("image")
-    parts = [found.add_picture(pixels) for pixels in pictures]
     if "mask" in form:
-        mask = await _decoded(form["mask"], "mask", media.decode_mask)
-        if mask.shape != pictures[0].shape[:2]:
-            sizes = [f"{width}x{height}" for height, width in (mask.shape, pictures[0].shape[:2])]
+        mask = await _part(form["mask"], "mask", found.mask)
+        if mask.shape != parts[0].shape[:2]:
+            sizes = [f"{width}x{height}" for height, width in (mask.shape, parts[0].shape[:2])]
             raise invalid("mask", f"The mask is {sizes[0]}, the picture {sizes[1]}: they must have the same size.")
-        parts.append(found.add_picture(mask))
+        parts.append(mask)
     params = {}
     for place, part in enumerate(parts):
         param = "image" if len(part.shape) == 3 else "mask"
         params |= {f"messages[0].content[{place}]{end}": param for end in ("", ".shape")}
-    return Sources(tuple(parts), found.image, params)
+    return Sources(tuple(parts), found.tensors, params)
 
 
-async def _decoded(value: UploadFile | str, param: str, decode: Any) -> Any:
+async def _part(value: UploadFile | str, param: str, add: Callable[[bytes], Part]) -> Part:
     if isinstance(value, str):
         raise invalid(param, f"'{param}' must be a file.", "invalid_type")
-    return await asyncio.to_thread(decode, await value.read(), param)
+    data = await value.read()
+    with blaming(param, "invalid_image"):
+        return await asyncio.to_thread(add, data)
 
 
 def _fields(form: FormData) -> Fields:

@@ -21,7 +21,7 @@ IGNORED = frozenset(
 def parse_json(data: bytes) -> Fields:
     """The request's body. Raises ApiError if it is no JSON object."""
     try:
-        value = json.loads(data)
+        value = json.loads(data, parse_constant=_no_number)
         if b"\\ud" in data.lower():  # half a surrogate pair is JSON, but no text that could be sent on
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
@@ -37,6 +37,10 @@ def from_text(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no number")
 
 
 class Fields:
@@ -144,7 +148,7 @@ class Fields:
 
     def _within(self, key: str, value: float, low: float, high: float) -> float:
         if not (low <= value <= high):
-            raise invalid(self.name(key), f"'{self.name(key)}' must be from {low:g} to {high:g}, not {value:g}.")
+            raise invalid(self.name(key), f"'{self.name(key)}' must be from {low} to {high}, not {str(value)[:100]}.")
         return value
 
     def _wrong_type(self, key: str, words: str) -> ApiError:

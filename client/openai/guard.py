@@ -8,11 +8,12 @@ in any phase. Whatever the request has open is closed on the way out, so the ser
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import time
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,6 +26,9 @@ from client.openai.metrics import CLIENT_GONE, Metrics
 log = logging.getLogger("triton_omni.proxy")
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
+DRAIN_FACTOR = 4
+"""Of a body that is too large, so many times the bound are read before the answer; and for DRAIN_S at most."""
+DRAIN_S = 30.0
 PROTECTED = "/v1/"
 
 
@@ -126,20 +130,35 @@ class Guard:
         """The whole body, bounded. Raises ApiError or ClientGone."""
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body_bytes:
-            raise self._too_large()
+            await self._refuse(receive, is_coming="expect" not in headers)  # who expects an answer first sends later
         body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
+        more = True
+        while more:
+            message = await _received(receive)
             body += message.get("body", b"")
+            more = message.get("more_body", False)
             if len(body) > self._max_body_bytes:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return bytes(body)
+                await self._refuse(receive, is_coming=more)
+        return bytes(body)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"The body may have {self._max_body_bytes} bytes.", code="content_too_large")
+    async def _refuse(self, receive: Receive, *, is_coming: bool) -> NoReturn:
+        """Raise the error for a body that is too large.
+
+        The rest is read before, without keeping it: most clients look for an answer only when they have sent all.
+        """
+        if is_coming:
+            await self._drain(receive)
+        raise ApiError(413, f"The body may have {self._max_body_bytes} bytes.", code="content_too_large")
+
+    async def _drain(self, receive: Receive) -> None:
+        left = DRAIN_FACTOR * self._max_body_bytes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while left > 0:
+                    message = await _received(receive)
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
 
 
 class Answer:
@@ -163,6 +182,14 @@ class Answer:
         elif message.get("body") and self.first_byte_s is None:
             self.first_byte_s = time.monotonic() - self._arrived_s
         await self._send(message)
+
+
+async def _received(receive: Receive) -> Message:
+    """The next part of the body. Raises ClientGone."""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    return message
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -46,11 +46,18 @@ _ABLE = {"image": "draw from text", "edit": "edit pictures"}
 
 @dataclass(frozen=True)
 class Sources:
-    """Pictures to edit: message parts, the pixels these are slices of, and the parameters they came from."""
+    """Pictures to edit: message parts, the tensors these are slices of, and the parameters they came from."""
 
     parts: tuple[Part, ...]
-    pixels: np.ndarray | None
+    media: Mapping[str, np.ndarray]
     params: Mapping[str, str]
+
+
+def as_base64(pixels: np.ndarray, file_format: str = "png", options: Mapping[str, Any] | None = None) -> str:
+    """A picture, (height, width, 3) uint8, as a base64 file."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, file_format, **(options or {}))
+    return base64.b64encode(file.getvalue()).decode()
 
 
 @dataclass(frozen=True)
@@ -66,10 +73,7 @@ class DrawCall:
 
     def encode(self, pixels: np.ndarray) -> str:
         """A picture as a base64 file."""
-        file = io.BytesIO()
-        options: dict[str, Any] = {} if self.file_format == "png" else {"quality": self.compression}
-        Image.fromarray(pixels).save(file, self.file_format, **options)
-        return base64.b64encode(file.getvalue()).decode()
+        return as_base64(pixels, self.file_format, {} if self.file_format == "png" else {"quality": self.compression})
 
     def facts(self, pixels: np.ndarray) -> dict[str, Any]:
         """What every answer and event says about a picture."""
@@ -93,9 +97,9 @@ async def answer(request: Request, call: DrawCall) -> Response:
     except ApiError as error:
         raise await _naming_others(request, call.call, error) from error
     if call.is_stream:
-        return sse.response(sse.body(pieces, b"", Drawing(call).events, sse.error_event))
+        return sse.response(sse.body(pieces, Drawing(call).events, sse.error_event))
     drawing = Drawing(call)
-    async for piece in pieces:
+    async for _, piece in pieces:
         drawing.on(piece)
     return JSONResponse(await asyncio.to_thread(drawing.answer))
 
@@ -123,7 +127,7 @@ def read_draw(fields: Fields, sources: Sources | None = None) -> DrawCall:
         raise unsupported("background", "Pictures with a transparent background are not supported.")
     options = _options(fields, is_stream)
     more = extras.request(fields)
-    more["stages"] = {**more["stages"], STAGE: {**more["stages"].get(STAGE, {}), **options}}
+    more["stages"] = with_options(more["stages"], options)
     drawn = DrawCall(
         _call(model, prompt, more, sources),
         is_stream,
@@ -142,7 +146,13 @@ def _call(model: str, prompt: str, more: dict[str, Any], sources: Sources | None
         return Call(model, GenerateRequest(operation="image", input=prompt, **more), PARAMS)
     message = Message("user", (*sources.parts, Part("text", prompt)))
     request = GenerateRequest(operation="edit", messages=(message,), **more)
-    return Call(model, request, {**PARAMS, **sources.params, "messages": "prompt"}, image=sources.pixels)
+    return Call(model, request, {**PARAMS, **sources.params, "messages": "prompt"}, sources.media)
+
+
+def with_options(stages: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for stages, with those of the stage that draws on top; none for it if there are none."""
+    own = {**stages.get(STAGE, {}), **options}
+    return {**stages, STAGE: own} if own else dict(stages)
 
 
 def _format(fields: Fields) -> str:
@@ -167,17 +177,24 @@ def _options(fields: Fields, is_stream: bool) -> dict[str, Any]:
     previews = fields.integer("partial_images", 0, MAX_PREVIEWS)
     if previews and not is_stream:
         raise invalid("partial_images", "Previews come in a stream: set 'stream' to true.")
+    options = {
+        "n": fields.integer("n", 1, MAX_IMAGES),
+        "partial_images": previews,
+        "seed": fields.integer("seed", 0, 2**63 - 1),
+    }
+    return drawing_options(fields) | {name: value for name, value in options.items() if value is not None}
+
+
+def drawing_options(fields: Fields) -> dict[str, Any]:
+    """Options of the stage that draws which pictures of a chat have, too."""
     width, height = _size(fields)
     options = {
         "width": width,
         "height": height,
-        "n": fields.integer("n", 1, MAX_IMAGES),
-        "partial_images": previews,
         "steps": fields.integer("num_inference_steps", 1, 1000),
         "guidance_scale": fields.number("guidance_scale", 0, 100),
         "true_cfg_scale": fields.number("true_cfg_scale", 0, 100),
         "negative_prompt": fields.text("negative_prompt", most=MAX_PROMPT_CHARS),
-        "seed": fields.integer("seed", 0, 2**63 - 1),
     }
     return {name: value for name, value in options.items() if value is not None}
 
@@ -230,10 +247,8 @@ class Drawing:
         entries = [self._entry(call.encode(image)) for image in pictures]
         return {"created": self._created, "data": entries, **call.facts(pictures[0]), "usage": usage_of(self._end)}
 
-    def events(self, piece: Piece | None) -> Iterable[bytes]:
+    def events(self, run: int, piece: Piece) -> Iterable[bytes]:
         """Previews at once. Finished pictures wait for the end: the usage belongs to the last event."""
-        if piece is None:
-            return
         if piece.image is not None and piece.event.meta.get("partial"):
             index = int(piece.event.meta.get("partial_image_index", 0))
             yield self._event("partial_image", piece.image, {"partial_image_index": index})

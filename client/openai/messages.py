@@ -1,61 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI chat messages → ours, and their speech and pictures → the two media tensors."""
+"""OpenAI chat messages → ours, and their sounds, pictures and films → the media tensors."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from backends.wire import Message, Part
-from client.openai import media
+from client.fetch import read_url
+from client.media import Media, MediaError, from_base64
 from client.openai.errors import invalid, missing, unsupported
-from client.openai.fetch import fetch
 from client.openai.fields import Fields
 from client.openai.transcripts import Transcripts
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+AUDIO_FORMATS = ("wav", "mp3", "flac", "opus", "ogg", "aac", "m4a", "mp4", "webm")
 MAX_MESSAGES = 2048
-Fetch = Callable[[str, str], Awaitable[bytes]]
-
-
-class Media:
-    """The media tensors of a request, filled part by part."""
-
-    def __init__(self) -> None:
-        self._speech: list[np.ndarray] = []
-        self._pixels: list[np.ndarray] = []
-
-    def add_speech(self, samples: np.ndarray) -> Part:
-        """The part that stands for these samples."""
-        offset = sum(len(s) for s in self._speech)
-        self._speech.append(samples)
-        return Part("audio", offset=offset, length=len(samples), sample_rate=media.SPEECH_HZ)
-
-    def add_picture(self, pixels: np.ndarray) -> Part:
-        """The part that stands for this picture."""
-        offset = sum(p.size for p in self._pixels)
-        self._pixels.append(pixels)
-        return Part("image", offset=offset, length=pixels.size, shape=pixels.shape)
-
-    @property
-    def audio(self) -> np.ndarray | None:
-        return np.concatenate(self._speech) if self._speech else None
-
-    @property
-    def image(self) -> np.ndarray | None:
-        return np.concatenate([p.reshape(-1) for p in self._pixels]) if self._pixels else None
+MAX_MEDIA = 32
+MAX_URL_CHARS = 1 << 27
+"""A data URL is a URL; the body's own bound comes first."""
+URL_PARTS = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
+"""Type of a content part → what is at its URL."""
+_ADD = {"image": Media.image, "audio": Media.audio, "video": Media.video}
+UNREAD = ("refusal", "annotations", "function_call", "weight", "images", "reasoning")
+"""What answers carry and clients send back, and what says nothing to a model."""
+Fetch = Callable[[str], Awaitable[bytes]]
 
 
 class Reader:
     """Reads the messages of one request."""
 
-    def __init__(self, transcripts: Transcripts, fetch_url: Fetch = fetch) -> None:
+    def __init__(self, transcripts: Transcripts, fetch: Fetch = read_url) -> None:
         self.media = Media()
+        self._media_count = 0
         self._transcripts = transcripts
-        self._fetch = fetch_url
+        self._fetch = fetch
 
     async def read(self, messages: list[Any]) -> tuple[Message, ...]:
         """All messages. Raises ApiError naming the part."""
@@ -75,8 +56,8 @@ class Reader:
         if calls and role != "assistant":
             raise invalid(f"{path}.tool_calls", "Only messages of the role 'assistant' have tool calls.")
         call_id = fields.text("tool_call_id", needed=role == "tool") or ""
-        content = await self._content(fields, path, role, is_optional=bool(calls))
-        fields.nothing_else(("refusal", "annotations", "function_call", "weight"))
+        content = await self._content(fields, path, role, is_optional=bool(calls) or fields.has("images"))
+        fields.nothing_else(UNREAD)
         return Message(role, content, name, call_id, tuple(calls))  # pyright: ignore[reportArgumentType]
 
     async def _content(self, fields: Fields, path: str, role: str, *, is_optional: bool) -> str | tuple[Part, ...]:
@@ -110,27 +91,42 @@ class Reader:
         kind = fields.text("type", needed=True)
         if kind in ("text", "refusal"):
             return Part("text", fields.text(kind, needed=True) or "")
-        if kind == "input_audio":
-            return await self._speech(_needed(fields, kind))
-        if kind == "image_url":
-            return await self._picture(_needed(fields, kind))
-        raise unsupported(f"{path}.type", f"Content parts of the type '{kind}' are not supported here.")
+        if kind != "input_audio" and kind not in URL_PARTS:
+            raise unsupported(f"{path}.type", f"Content parts of the type '{kind}' are not supported here.")
+        self._media_count += 1
+        if self._media_count > MAX_MEDIA:
+            raise invalid(path, f"A request may bring {MAX_MEDIA} pictures, sounds and films together.")
+        inner = _needed(fields, kind)
+        return await (self._by_url(inner, URL_PARTS[kind]) if kind in URL_PARTS else self._input_audio(inner))
 
-    async def _speech(self, fields: Fields) -> Part:
-        kind = fields.choice("format", media.AUDIO_FORMATS)
-        if kind is None:
+    async def _input_audio(self, fields: Fields) -> Part:
+        if fields.choice("format", AUDIO_FORMATS) is None:  # it need not be true: the data itself says what it is
             raise missing(fields.name("format"))
-        data = fields.text("data", needed=True, most=1 << 27) or ""
+        data = fields.text("data", needed=True, most=MAX_URL_CHARS) or ""
+        fields.nothing_else()
         param = fields.name("data")
-        raw = media.from_base64(data, param, "invalid_audio")
-        return self.media.add_speech(await asyncio.to_thread(media.decode_speech, raw, kind, param))
+        with blaming(param, "invalid_audio"):
+            return await asyncio.to_thread(lambda: self.media.audio(from_base64(data)))
 
-    async def _picture(self, fields: Fields) -> Part:
-        url = fields.text("url", needed=True, most=1 << 27) or ""
-        fields.choice("detail", ("auto", "low", "high", "original"))
+    async def _by_url(self, fields: Fields, kind: str) -> Part:
+        url = fields.text("url", needed=True, most=MAX_URL_CHARS) or ""
+        if kind == "image":
+            fields.choice("detail", ("auto", "low", "high", "original"))
+        fields.nothing_else()
         param = fields.name("url")
-        raw = media.from_data_url(url, param) if url.startswith("data:") else await self._fetch(url, param)
-        return self.media.add_picture(await asyncio.to_thread(media.decode_picture, raw, param))
+        with blaming(param, f"invalid_{kind}_url"):
+            data = await self._fetch(url)
+        with blaming(param, f"invalid_{kind}"):
+            return await asyncio.to_thread(_ADD[kind], self.media, data)
+
+
+@contextmanager
+def blaming(param: str, code: str) -> Iterator[None]:
+    """A MediaError in the body becomes an ApiError about the parameter."""
+    try:
+        yield
+    except MediaError as error:
+        raise invalid(param, str(error), code) from None
 
 
 def _fields(value: Any, path: str) -> Fields:

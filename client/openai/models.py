@@ -6,32 +6,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from backends import wire
 from backends.wire import OmniError
-from client.connection import Model
+from client.openai.backend import Backend
 from client.openai.errors import ApiError, of_omni
 
 FRESH_S = 2.0
 OWNER = "triton-omni"
 
 
-class Source(Protocol):
-    """The part of a backend that knows about models."""
-
-    async def health(self, pipeline: str) -> dict[str, Any]: ...
-
-    async def models(self) -> list[Model]: ...
-
-
 class Catalogue:
     """The models a client may name: those given as name=pipeline, else every public model of the server."""
 
-    def __init__(self, source: Source, given: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, source: Backend, given: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
         self._source = source
         self._given = dict(given)
         self._clock = clock

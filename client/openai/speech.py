@@ -29,7 +29,7 @@ async def speak(request: Request) -> Response:
     voice = Voice(kind)
     if is_sse:
         await pieces.begin()
-        return sse.response(sse.body(pieces, b"", voice.events, sse.error_event))
+        return sse.response(sse.body(pieces, voice.events, sse.error_event))
     first = await _first_bytes(pieces, voice)
     return StreamingResponse(_rest(first, pieces, voice), media_type=audio.MEDIA_TYPES[kind])
 
@@ -71,10 +71,8 @@ class Voice:
             made += self._encoder.finish()
         return made
 
-    def events(self, piece: Piece | None) -> Iterable[bytes]:
+    def events(self, run: int, piece: Piece) -> Iterable[bytes]:
         """The same as server-sent events."""
-        if piece is None:
-            return
         if sound := self.sound(piece):
             delta = {"type": "speech.audio.delta", "audio": base64.b64encode(sound).decode()}
             yield sse.data(delta, "speech.audio.delta")
@@ -90,7 +88,7 @@ class Voice:
 
 async def _first_bytes(pieces: Pieces, voice: Voice) -> bytes:
     """The first sound: until then an error can still be an answer with its own status."""
-    async for piece in pieces:
+    async for _, piece in pieces:
         if sound := voice.sound(piece):
             return sound
     return b""
@@ -100,7 +98,7 @@ async def _rest(first: bytes, pieces: Pieces, voice: Voice) -> AsyncIterator[byt
     """All bytes. An error here breaks the transfer off: a file that ends early must not look complete."""
     yield first
     try:
-        async for piece in pieces:
+        async for _, piece in pieces:
             if sound := voice.sound(piece):
                 yield sound
     except ApiError as error:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
@@ -23,27 +24,38 @@ def data(value: Any, event: str = "") -> bytes:
     return f"{head}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
-Turn = Callable[[Piece | None], Iterable[bytes]]
-"""Bytes to send for a piece; None: for the end."""
+Turn = Callable[[int, Piece], Iterable[bytes]]
+"""Bytes to send for a piece of a run."""
 AsError = Callable[[ApiError], bytes]
 
 
-async def body(pieces: Pieces, first: bytes, turn: Turn, as_error: AsError) -> AsyncIterator[bytes]:
-    """The bytes of a stream: `first`, then what `turn` makes of each piece, comments while nothing comes."""
+async def body(
+    pieces: Pieces, turn: Turn, as_error: AsError, *, first: bytes = b"", last: bytes = b""
+) -> AsyncIterator[bytes]:
+    """The bytes of a stream: what `turn` makes of each piece, between `first` and `last`; comments meanwhile."""
     if first:
         yield first
     try:
         while True:
             while not await pieces.wait(KEEP_ALIVE_S):
                 yield PING
-            piece = await pieces.next()
-            made = b"".join(turn(piece))
+            item = await pieces.next()
+            if item is None:
+                break
+            if item[1].image is None:
+                made = _joined(turn, *item)
+            else:  # a picture takes its time to encode; others are served meanwhile
+                made = await asyncio.to_thread(_joined, turn, *item)
             if made:
                 yield made
-            if piece is None:
-                return
+        if last:
+            yield last
     except ApiError as error:
         yield as_error(error)
+
+
+def _joined(turn: Turn, run: int, piece: Piece) -> bytes:
+    return b"".join(turn(run, piece))
 
 
 def response(content: AsyncIterator[bytes]) -> StreamingResponse:

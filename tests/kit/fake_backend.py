@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from backends import wire
 from backends.wire import Event, GenerateRequest
 from client.connection import Model
-from client.pieces import Piece
+from client.pieces import NO_MEDIA, Piece
 
 RATE_HZ = 24_000
 SAMPLES = 500  # per word: not a multiple of 3, so that framing of base64 shows
@@ -30,8 +30,7 @@ class Seen:
 
     pipeline: str
     request: GenerateRequest
-    audio: np.ndarray | None
-    image: np.ndarray | None
+    media: Mapping[str, np.ndarray]
     request_id: str | None
     begun: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
@@ -68,12 +67,11 @@ class FakeBackend:
         pipeline: str,
         request: GenerateRequest,
         *,
-        audio: np.ndarray | None = None,
-        image: np.ndarray | None = None,
+        media: Mapping[str, np.ndarray] = NO_MEDIA,
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Piece, None]:
-        call = Seen(pipeline, request, audio, image, request_id)
+        call = Seen(pipeline, request, media, request_id)
         self.seen.append(call)
         try:
             self._refuse(request)
@@ -117,7 +115,7 @@ class FakeBackend:
             raise wire.BadRequest(f"unknown voice '{request.voice}'; available: {', '.join(VOICES)}", "voice")
 
     def _pieces(self, request: GenerateRequest) -> Iterator[Piece]:
-        if request.operation in ("image", "edit"):
+        if request.operation in ("image", "edit") or "image" in request.modalities:
             yield from self._pictures(request)
             return
         words = request.input.split() if request.operation == "speech" else []
@@ -136,7 +134,7 @@ class FakeBackend:
         yield Piece(Event("end", outcome="completed", finish_reason=self.reason, usage=usage))
 
     def _pictures(self, request: GenerateRequest) -> Iterator[Piece]:
-        options = request.stages["denoiser"]
+        options = request.stages.get("denoiser", {})
         usage = {"prompt_tokens": 4.0, "completion_tokens": 8.0, **self.usage}
         shape = (options.get("height", 8), options.get("width", 16), 3)
         for i in range(options.get("partial_images", 0)):

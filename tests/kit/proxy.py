@@ -19,7 +19,7 @@ import openai
 import uvicorn
 
 from client.openai.app import Settings, make_app
-from client.openai.calls import Backend
+from client.openai.backend import Backend
 
 JOIN_S = 20.0
 

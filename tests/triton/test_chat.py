@@ -172,7 +172,7 @@ def transcript(server: RunningServer, audio: np.ndarray, rate: int) -> str:
     part = Part("audio", offset=0, length=len(audio), sample_rate=rate)
     asked = GenerateRequest(messages=(Message("user", (part,)),))
     with Client(server.grpc) as client:
-        pieces = list(client.generate("chat_transcriber", asked, audio=audio))
+        pieces = list(client.generate("chat_transcriber", asked, media={"audio": audio}))
     return " ".join(p.text for p in pieces if p.text)
 
 

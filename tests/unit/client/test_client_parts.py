@@ -16,10 +16,9 @@ from PIL import Image
 
 from backends import wire
 from client import failures
+from client import fetch as fetching
+from client.media import MediaError, decode_picture
 from client.openai import audio as coding
-from client.openai import fetch as fetching
-from client.openai.errors import ApiError
-from client.openai.media import decode_picture
 from client.openai.transcripts import Transcripts
 from client.pieces import inputs_of
 from tests.kit.fake_backend import sine
@@ -91,9 +90,13 @@ def test_float_samples_are_cut_off_not_wrapped() -> None:
 def test_media_of_a_wrong_type_are_refused_before_the_call() -> None:
     request = wire.GenerateRequest()
     with pytest.raises(ValueError, match="float32"):
-        inputs_of(request, np.zeros(3), None)
+        inputs_of(request, {"audio": np.zeros(3)})
     with pytest.raises(ValueError, match="uint8"):
-        inputs_of(request, None, np.zeros(3, np.float32))
+        inputs_of(request, {"image": np.zeros(3, np.float32)})
+    with pytest.raises(ValueError, match="one dimension"):
+        inputs_of(request, {"audio": np.zeros((2, 3), np.float32)})
+    with pytest.raises(ValueError, match="not smell"):
+        inputs_of(request, {"smell": np.zeros(3, np.float32)})
 
 
 @pytest.mark.parametrize(
@@ -136,7 +139,7 @@ def web(answers: dict[str, tuple[int, dict[str, str], bytes]]) -> Iterator[str]:
 
 
 def fetch(url: str, allowed: bool = True) -> bytes:
-    return asyncio.run(fetching.fetch(url, "p", lambda address: allowed))
+    return asyncio.run(fetching.read_url(url, lambda address: allowed))
 
 
 def test_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,20 +156,20 @@ def test_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
         assert fetch(f"{root}/good") == b"picture"
         assert fetch(f"{root}/moved") == b"picture"
         for path, words in (("/loop", "redirects"), ("/large", "larger"), ("/none", "404"), ("/inward", "Only http")):
-            with pytest.raises(ApiError, match=words):
+            with pytest.raises(MediaError, match=words):
                 fetch(f"{root}{path}")
-        with pytest.raises(ApiError, match="not public"):
+        with pytest.raises(MediaError, match="not public"):
             fetch(f"{root}/good", allowed=False)
-    with pytest.raises(ApiError, match="could not be read"):
+    with pytest.raises(MediaError, match="could not be read"):
         fetch("http://127.0.0.1:1/")
 
 
 def test_an_error_about_a_picture_does_not_show_where_the_server_keeps_it() -> None:
-    with pytest.raises(ApiError) as caught:
-        decode_picture(b"no picture at all", "image")
-    assert caught.value.message == "The data is no picture (PNG, JPEG, WEBP, GIF)"
-    with pytest.raises(ApiError, match="truncated"):
-        decode_picture(png_of(40)[:-60], "image")
+    with pytest.raises(MediaError) as caught:
+        decode_picture(b"no picture at all")
+    assert str(caught.value) == "The data is no picture (PNG, JPEG, WEBP, GIF)"
+    with pytest.raises(MediaError, match="truncated"):
+        decode_picture(png_of(40)[:-60])
 
 
 def png_of(side: int) -> bytes:

@@ -18,6 +18,7 @@ from PIL import Image
 
 from client.openai import audio as coding
 from client.openai.calls import Pieces
+from client.openai.images import as_base64
 from tests.kit.fake_backend import RATE_HZ, SAMPLES, FakeBackend, sine
 from tests.kit.proxy import RunningProxy
 
@@ -55,7 +56,7 @@ def test_text_at_once(sdk: openai.OpenAI, backend: FakeBackend) -> None:
     assert choice.message.audio is None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 4, 9)
     assert answer.object == "chat.completion" and answer.model == "fake" and answer.id and answer.created
-    assert backend.seen[0].request.modalities == ("text",)
+    assert backend.seen[0].request.modalities == (), "what the pipeline's chat makes by itself"
     assert backend.seen[0].completed
 
 
@@ -196,7 +197,7 @@ def test_every_sampling_option_reaches_the_server(sdk: openai.OpenAI, backend: F
         ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "unsupported_value"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
-        ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "messages[0].content[0].type",
+        ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages[0].content[0].type",
          "unsupported_value"),
         (picture_at("file:///etc/passwd"),
          "messages[0].content[0].image_url.url", "invalid_image_url"),
@@ -204,7 +205,7 @@ def test_every_sampling_option_reaches_the_server(sdk: openai.OpenAI, backend: F
          "messages[0].content[0].image_url.url", "invalid_image_url"),
         (picture_at("data:image/png;base64,AAAA"),
          "messages[0].content[0].image_url.url", "invalid_image"),
-        (sound("AAAA", "ogg"),
+        (sound("AAAA", "midi"),
          "messages[0].content[0].input_audio.format", "unsupported_value"),
         (sound("*", "wav"),
          "messages[0].content[0].input_audio.data", "invalid_audio"),
@@ -220,7 +221,7 @@ def test_every_sampling_option_reaches_the_server(sdk: openai.OpenAI, backend: F
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"max_completion_tokens": 1.5}, "max_completion_tokens", "invalid_type"),
         ({"seed": "x"}, "seed", "invalid_type"),
-        ({"n": 2}, "n", "unsupported_value"),
+        ({"n": 17}, "n", "invalid_value"),
         ({"stop": ["a"] * 5}, "stop", "invalid_value"),
         ({"stop": 5}, "stop", "invalid_type"),
         ({"stop": ""}, "stop", "invalid_value"),
@@ -280,11 +281,12 @@ def test_speech_input_becomes_the_audio_tensor(sdk: openai.OpenAI, backend: Fake
     call = backend.seen[0]
     text, first, second = call.request.messages[0].parts
     assert text.text == "hear" and first.type == second.type == "audio"
-    assert call.audio is not None and call.audio.dtype == np.float32
+    audio = call.media["audio"]
+    assert audio.dtype == np.float32
     assert first.sample_rate == 16_000 and abs(first.length - 8_000) < 20
     assert (first.offset, second.offset) == (0, first.length)
-    assert len(call.audio) == first.length + second.length
-    assert 0.3 < np.abs(call.audio).max() <= 1.0
+    assert len(audio) == first.length + second.length
+    assert 0.3 < np.abs(audio).max() <= 1.0
 
 
 def test_picture_input_becomes_the_image_tensor(sdk: openai.OpenAI, backend: FakeBackend) -> None:
@@ -297,7 +299,7 @@ def test_picture_input_becomes_the_image_tensor(sdk: openai.OpenAI, backend: Fak
     call = backend.seen[0]
     parts = [m.parts[0] for m in call.request.messages]
     assert [p.shape for p in parts] == [(4, 5, 3)] * 2 and [p.offset for p in parts] == [0, 60]
-    assert call.image is not None and np.array_equal(call.image[60:].reshape(4, 5, 3), pixels)
+    assert np.array_equal(call.media["image"][60:].reshape(4, 5, 3), pixels)
 
 
 def test_earlier_audio_stands_for_its_transcript(sdk: openai.OpenAI, backend: FakeBackend) -> None:
@@ -417,3 +419,100 @@ def test_requests_at_once_do_not_mix(proxy: RunningProxy, sdk: openai.OpenAI) ->
     for thread in threads:
         thread.join(30)
     assert answers == {n: "".join(f"w{i} " for i in range(n)) for n in range(1, 17)}
+
+
+def test_a_film_becomes_the_video_tensor(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    url = "data:video/mp4;base64," + base64.b64encode(film(seconds=3)).decode()
+    complete(sdk, messages=[{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}])
+    (part,) = backend.seen[0].request.messages[0].parts
+    frames = backend.seen[0].media["video"].reshape(part.shape)
+    assert part.shape == (6, 48, 64, 3) and part.fps == 2.0
+    brightness = frames.mean((1, 2, 3))
+    assert np.all(np.diff(brightness) > 20), "every half second a brighter picture"
+
+
+def film(seconds: int) -> bytes:
+    """A film of ten frames a second that grows from black to white."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream: Any = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        count = seconds * 10
+        for i in range(count):
+            pixels = np.full((48, 64, 3), 255 * i // count, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["wav", "mp3"])
+def test_what_a_sound_is_decides_not_its_name(sdk: openai.OpenAI, backend: FakeBackend, kind: str) -> None:
+    data = coding.encode("flac", RATE_HZ, [sine(0)] * 20)
+    complete(sdk, **sound(base64.b64encode(data).decode(), kind))
+    assert abs(len(backend.seen[0].media["audio"]) - 20 * SAMPLES * 16_000 / RATE_HZ) < 20
+
+
+def test_too_many_pictures_name_the_part(sdk: openai.OpenAI) -> None:
+    part = {"type": "image_url", "image_url": {"url": DOT}}
+    with pytest.raises(openai.BadRequestError, match="32") as caught:
+        complete(sdk, messages=[{"role": "user", "content": [part] * 16}, {"role": "user", "content": [part] * 17}])
+    assert caught.value.param == "messages[1].content[16]"
+
+
+def test_choices_are_runs_of_their_own(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    answer = complete(sdk, n=3, seed=7, max_tokens=2)
+    assert [c.index for c in answer.choices] == [0, 1, 2]
+    assert [c.message.content for c in answer.choices] == ["w0 w1 "] * 3
+    assert [call.request.sampling.seed for call in backend.seen] == [7, 8, 9]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 6)
+    assert len({call.request_id for call in backend.seen}) == 1, "one id ends them all"
+
+
+def test_streamed_choices_take_turns(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    with sdk.chat.completions.stream(
+        model="fake", messages=USER, n=2, max_tokens=3, stream_options={"include_usage": True}
+    ) as stream:
+        chunks = [event.chunk for event in stream if event.type == "chunk"]
+    words: dict[int, str] = {0: "", 1: ""}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            words[choice.index] += choice.delta.content or ""
+    assert words == {0: "w0 w1 w2 ", 1: "w0 w1 w2 "}
+    said = [c.choices[0].index for c in chunks if c.choices and c.choices[0].delta.content]
+    assert 1 in said[:3] and 0 in said[-3:]
+    assert sum(bool(c.choices and c.choices[0].finish_reason) for c in chunks) == 2
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 6
+
+
+def test_a_choice_that_fails_fails_all_and_none_goes_on(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    backend.fail_after = 1
+    with pytest.raises(openai.InternalServerError):
+        complete(sdk, n=3)
+    assert all(call.over.wait(10) for call in backend.seen)
+
+
+def test_pictures_at_once_and_streamed(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    asked: Any = {"modalities": ["image"], "n": 2, "seed": 3, "extra_body": {"size": "32x16", "num_inference_steps": 4}}
+    answer = complete(sdk, **asked)
+    for choice in answer.choices:
+        (picture,) = choice.message.images
+        assert np.asarray(Image.open(picture_of(picture["image_url"]["url"]))).shape == (16, 32, 3)
+        assert choice.message.content is None and choice.finish_reason
+    request = backend.seen[0].request
+    assert (request.operation, request.modalities) == ("chat", ("image",))
+    assert request.stages == {"denoiser": {"width": 32, "height": 16, "steps": 4}}
+    with sdk.chat.completions.stream(model="painter", messages=USER, modalities=["image"]) as stream:  # type: ignore[list-item]
+        for _ in stream:
+            pass
+        message = stream.get_final_completion().choices[0].message
+    assert [p["type"] for p in message.images] == ["image_url"]  # type: ignore[attr-defined]
+    complete(sdk, messages=[*USER, answer.choices[0].message.model_dump(), *USER])  # what came may be sent back
+
+
+def picture_of(url: str) -> io.BytesIO:
+    return io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,")))
+
+
+DOT = "data:image/png;base64," + as_base64(np.zeros((1, 1, 3), np.uint8))

@@ -13,7 +13,7 @@ import openai
 import pytest
 from PIL import Image
 
-from client.openai.media import MAX_PIXELS
+from client.media import MAX_PIXELS
 from tests.kit.fake_backend import FakeBackend
 from tests.kit.proxy import RunningProxy
 
@@ -58,10 +58,11 @@ def test_a_picture_and_its_mask_travel_as_pixels(sdk: openai.OpenAI, backend: Fa
     }  # fmt: skip
     picture, mask, text = seen.request.messages[0].parts
     assert (picture.shape, mask.shape, text.text) == ((4, 6, 3), (4, 6), "a fox")
-    assert seen.image is not None and seen.image.dtype == np.uint8
-    assert seen.image[:72].reshape(4, 6, 3)[0, 0].tolist() == [10, 20, 30]
+    pixels = seen.media["image"]
+    assert pixels.dtype == np.uint8
+    assert pixels[:72].reshape(4, 6, 3)[0, 0].tolist() == [10, 20, 30]
     assert (mask.offset, mask.length) == (72, 24)
-    assert seen.image[72:].reshape(4, 6).tolist() == [[0, 0, 0, 255, 255, 255]] * 4
+    assert pixels[72:].reshape(4, 6).tolist() == [[0, 0, 0, 255, 255, 255]] * 4
 
 
 def test_several_pictures_in_order(sdk: openai.OpenAI, backend: FakeBackend) -> None:
