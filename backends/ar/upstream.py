@@ -39,6 +39,7 @@ CHECKED_VERSION = "0.32."
 assert vllm.__version__.startswith(CHECKED_VERSION), (
     f"backends/ar/upstream.py was checked against vLLM {CHECKED_VERSION}*, this is {vllm.__version__}"
 )
+V1_RUNNERS = ("vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.gpu_model_runner")
 TAP_LAYERS = "omni_tap_layers"
 """Name in additional_config: layers whose input rows are handed to `Taps` (0: the embeddings)."""
 
@@ -143,6 +144,11 @@ class HookedWorker(Worker):  # pyright: ignore[reportGeneralTypeIssues]
     def init_device(self) -> None:
         super().init_device()
         kind = type(self.model_runner)
+        if kind.__module__ not in V1_RUNNERS:
+            raise RuntimeError(
+                f"hooks are written for vLLM's V1 model runner, this is {kind.__module__}.{kind.__name__}: start the "
+                "worker with VLLM_USE_V2_MODEL_RUNNER=0"
+            )
         self.model_runner.__class__ = type(f"Hooked{kind.__name__}", (HookedRunner, kind), {})  # type: ignore[assignment]
 
 

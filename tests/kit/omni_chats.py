@@ -21,9 +21,9 @@ CHATS = [
 ]
 
 
-def code2wav(folder, **more):
+def code2wav(folder, device="cpu", **more):
     given = {"model": str(folder)} | more
-    return PIPELINE.stage("code2wav").engine(EngineContext("qwen3_omni", "code2wav", given))
+    return PIPELINE.stage("code2wav").engine(EngineContext("qwen3_omni", "code2wav", given, device=device))
 
 
 def engines(folder, thinker=None, talker=None):

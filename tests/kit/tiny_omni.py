@@ -47,15 +47,16 @@ ROPE = {
 }
 
 
-def tiny_omni(folder: Path, real_ids: bool = False) -> Path:
-    """Write the checkpoint (fp32, seeded) and its tokenizer and processor files."""
+def tiny_omni(folder: Path, real_ids: bool = False, speaks: bool = True) -> Path:
+    """Write the checkpoint (fp32, seeded) and its tokenizer and processor files; `speaks` False: a thinker alone."""
     import torch
     from transformers import GenerationConfig, Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
     folder.mkdir(parents=True, exist_ok=True)
     ids = _tokenizer(folder)
     _processor(folder)
-    config = Qwen3OmniMoeConfig(**_config(ids, codes=2048 if real_ids else 128, books=16 if real_ids else 4))
+    facts = _config(ids, codes=2048 if real_ids else 128, books=16 if real_ids else 4)
+    config = Qwen3OmniMoeConfig(**facts, enable_audio_output=speaks)
     torch.manual_seed(1234)
     model = Qwen3OmniMoeForConditionalGeneration(config).to(torch.float32).eval()
     _fill(model)

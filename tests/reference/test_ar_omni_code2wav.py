@@ -110,6 +110,24 @@ def test_rows_of_any_length_sound_in_a_batch_as_alone(folder):
         assert np.abs(np.concatenate(sound) - np.concatenate(alone)).max() < 1e-5
 
 
+def test_a_graph_says_what_the_network_says(folder):
+    """Any number of windows of any length: those that fit a graph and those that run without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    many = [random_codes(frames, seed) for seed, frames in enumerate((1, 7, 33, 60, 4, 29))]
+    plain = decode(code2wav(folder, device="cuda"), many)
+    graphs = decode(code2wav(folder, device="cuda", cuda_graph_windows=[1, 4]), many)
+    for expected, sound in zip(plain, graphs, strict=True):
+        assert np.abs(np.concatenate(sound) - np.concatenate(expected)).max() < 1e-5
+
+
+def test_graphs_need_a_gpu(folder):
+    with pytest.raises(ValueError, match="cuda_graph_windows needs device cuda"):
+        code2wav(folder, cuda_graph_windows=[1])
+
+
 def test_codes_outside_the_codebook_are_refused(folder):
     engine = code2wav(folder)
     run = Run(os.urandom(16), "r", GenerateRequest())

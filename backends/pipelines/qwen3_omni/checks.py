@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest
 
@@ -36,9 +38,13 @@ def _check_videos(request: GenerateRequest) -> None:
         raise BadRequest("if one video brings its sound, each must, and no other sound may be there", "messages")
 
 
-def check(request: GenerateRequest) -> None:
-    """The pipeline's check; the voices are the checkpoint's and are checked by the talker."""
-    check_messages(request)
-    for stage in request.stages:
-        if stage not in ("thinker", "talker", "code2wav"):
-            raise BadRequest(f"unknown stage '{stage}'; stages: thinker, talker, code2wav", f"stages.{stage}")
+def check_for(*stages: str) -> Callable[[GenerateRequest], None]:
+    """The check of a pipeline of these stages; the voices are the checkpoint's and are checked by the talker."""
+
+    def check(request: GenerateRequest) -> None:
+        check_messages(request)
+        for stage in request.stages:
+            if stage not in stages:
+                raise BadRequest(f"unknown stage '{stage}'; stages: {', '.join(stages)}", f"stages.{stage}")
+
+    return check

@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from backends.ar.options import OptionsError, checkpoint_folder
@@ -26,18 +25,26 @@ from backends.codec.decoder import Window
 from backends.codec.engine import CodecEngine, CodecOptions
 from backends.core.errors import BadRequest
 from backends.core.pipeline import EngineContext
+from backends.pipelines.qwen3_omni.checkpoints import config_of
 
 SAMPLE_RATE_HZ = 24_000
 PREFIX = "code2wav."
 
 
 class Code2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """model: folder of the whole checkpoint; chunks: options of the codec engine (backends/codec/engine.py)."""
+    """How the decoder runs.
+
+    model               folder of the whole checkpoint
+    cuda_graph_windows  numbers of windows, such as [1, 4, 16], for which the network is captured as a CUDA graph at
+                        start; more windows at once, and longer ones than the deployment's chunks, run without
+    chunks              options of the codec engine (backends/codec/engine.py)
+    """
 
     model: str
     dtype: str = "float32"
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     left_context_frames: Annotated[int, msgspec.Meta(ge=1)] = 25
+    cuda_graph_windows: tuple[Annotated[int, msgspec.Meta(ge=1, le=256)], ...] = ()
     chunks: CodecOptions = CodecOptions(first_chunk_frames=4, chunk_frames=25)
 
 
@@ -49,6 +56,7 @@ class Code2Wav:
 
     def __init__(self, network: Qwen3OmniMoeCode2Wav, left: int, device: str) -> None:
         self._network = network
+        self._graphs: list[Graph] = []
         self._device = device
         self.left = left
         self.codes: int = network.config.num_quantizers
@@ -62,6 +70,11 @@ class Code2Wav:
     def check(self, codes: np.ndarray) -> None:
         if codes.size and (codes.min() < 0 or codes.max() >= self._codebook):
             raise BadRequest(f"codes must be from 0 to below {self._codebook}", "codes")
+
+    def capture(self, windows: Sequence[int], chunk_frames: int) -> None:
+        """From now on up to so many windows of usual length run as a CUDA graph."""
+        frames = self.left + chunk_frames
+        self._graphs = [Graph(self._network, count, self.codes, frames, self._device) for count in sorted(windows)]
 
     def decode(self, windows: Sequence[Window]) -> list[np.ndarray]:
         """Shorter windows are filled up at the end: no sample that is kept depends on a frame behind its window."""
@@ -79,8 +92,37 @@ class Code2Wav:
     @torch.inference_mode()
     def _run(self, codes: np.ndarray) -> np.ndarray:
         """(windows, frames, books) → (windows, samples) float32."""
-        books = torch.from_numpy(codes.astype(np.int64)).transpose(1, 2).to(self._device)
-        return self._network(books)[:, 0].float().cpu().numpy()
+        books = torch.from_numpy(codes.astype(np.int64)).transpose(1, 2)
+        graph = next((graph for graph in self._graphs if graph.fits(books)), None)
+        waves = self._network(books.to(self._device)) if graph is None else graph.run(books)
+        return waves[:, 0].float().cpu().numpy()
+
+
+class Graph:
+    """The network captured for one shape. Smaller ones are filled up: neither windows nor samples depend on what is
+    behind them. Not run on a GPU yet: tests/reference/test_ar_omni_code2wav.py compares it where there is one."""
+
+    def __init__(self, network: Qwen3OmniMoeCode2Wav, windows: int, books: int, frames: int, device: str) -> None:
+        self._codes = torch.zeros((windows, books, frames), dtype=torch.int64, device=device)
+        stream = torch.cuda.Stream()
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            for _ in range(3):  # lets libraries choose and allocate before anything is recorded
+                network(self._codes)
+        stream.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(self._graph):
+            self._waves = network(self._codes)
+
+    def fits(self, codes: torch.Tensor) -> bool:
+        return codes.shape[0] <= self._codes.shape[0] and codes.shape[2] <= self._codes.shape[2]
+
+    def run(self, codes: torch.Tensor) -> torch.Tensor:
+        """(windows, books, frames) → (windows, 1, samples), which the next run overwrites; samples may be more."""
+        windows, _, frames = codes.shape
+        self._codes.zero_()
+        self._codes[:windows, :, :frames].copy_(codes)
+        self._graph.replay()
+        return self._waves[:windows]
 
 
 def make_code2wav(context: EngineContext) -> CodecEngine:
@@ -89,12 +131,16 @@ def make_code2wav(context: EngineContext) -> CodecEngine:
         options = msgspec.convert(dict(context.options), Code2WavOptions)
     except msgspec.ValidationError as error:
         raise OptionsError(f"stage '{context.stage}', engine options: {error}") from None
+    if options.cuda_graph_windows and context.device != "cuda":
+        raise OptionsError(f"stage '{context.stage}': cuda_graph_windows needs device cuda, this is {context.device}")
     folder = checkpoint_folder(options.model, context.models_dir)
-    config: Any = AutoConfig.from_pretrained(folder)
+    config = config_of(str(folder))
     network: Any = Qwen3OmniMoeCode2Wav._from_config(config.code2wav_config)
     network.load_state_dict(weights_of(folder))
     network.eval().to(context.device, getattr(torch, options.dtype))
-    return CodecEngine(context.stage, Code2Wav(network, options.left_context_frames, context.device), options.chunks)
+    decoder = Code2Wav(network, options.left_context_frames, context.device)
+    decoder.capture(options.cuda_graph_windows, options.chunks.chunk_frames)
+    return CodecEngine(context.stage, decoder, options.chunks)
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from backends.core.chunk import TensorSpec
 from backends.core.engine import Engine
 from backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
 from backends.pipelines.qwen3_omni.adapters import piece_of
-from backends.pipelines.qwen3_omni.checks import check
+from backends.pipelines.qwen3_omni.checks import check_for
 
 
 def _environment(context: EngineContext) -> Mapping[str, str]:
@@ -43,10 +43,13 @@ MEDIA = (
 )
 CODES = TensorSpec("codes", "int16", (-1, -1))
 
+THINKER = Stage("thinker", _thinker, _environment, inputs=MEDIA)
+MEDIA_IN = ["text", "image", "audio", "video"]
+
 PIPELINE = Pipeline(
     name="qwen3_omni",
     stages=(
-        Stage("thinker", _thinker, _environment, inputs=MEDIA),
+        THINKER,
         Stage("talker", _talker, _environment, outputs=(CODES,)),
         Stage(
             "code2wav",
@@ -59,10 +62,10 @@ PIPELINE = Pipeline(
     edges=(Edge("thinker", "talker", piece_of), Edge("talker", "code2wav")),
     outputs=(Output("text", "thinker"), Output("audio", "code2wav")),
     operations=(Operation("chat", "thinker", ("text",)),),
-    check=check,
+    check=check_for("thinker", "talker", "code2wav"),
     about={
         "sample_rate": 24_000,
-        "media": ["text", "image", "audio", "video"],
+        "media": MEDIA_IN,
         "voices": ["ethan", "chelsie", "aiden"],  # the published checkpoint's; the talker knows the loaded one's
     },
 )

@@ -18,6 +18,7 @@ from backends.core.engine import Run
 from backends.core.errors import BadRequest, StageFailed
 from backends.core.pipeline import EngineContext
 from backends.pipelines.qwen3_omni.adapters import Piece
+from backends.pipelines.qwen3_omni.checkpoints import speaking_config
 from backends.pipelines.qwen3_omni.network import ARCHITECTURE, TalkerNetwork, talker_config
 
 HEADER_TOKENS = 3  # <|im_start|> assistant \n: read, never spoken
@@ -28,6 +29,7 @@ SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty":
 
 def make_talker(context: EngineContext) -> FrameEngine:
     """The engine of stage `talker`."""
+    speaking_config(context)
     register_model(ARCHITECTURE, TalkerNetwork)
     return FrameEngine(context, Talker, {"hf_overrides": talker_config})
 

@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig
 
 from backends.ar import tools
 from backends.ar.engine import ArEngine, Live, RequestOutput
-from backends.ar.options import OptionsError, checkpoint, read_options
+from backends.ar.options import OptionsError
 from backends.ar.upstream import Span, attach_taps, hook_arguments, media_features
 from backends.core.chunk import Tensor
 from backends.core.engine import Send
 from backends.core.pipeline import EngineContext
 from backends.pipelines.qwen3_omni.chats import ChatPrompts
+from backends.pipelines.qwen3_omni.checkpoints import omni_config
 
 
 def make_thinker(context: EngineContext) -> ArEngine:
     """The engine of stage `thinker`. A checkpoint without a talker (Captioner, Thinking) needs no taps."""
-    config = AutoConfig.from_pretrained(checkpoint(read_options(context.options, context.stage), context.models_dir))
+    config = omni_config(context)
     thinker = config.thinker_config
     if not config.enable_audio_output:
         return ArEngine(context, ChatPrompts)

@@ -14,8 +14,13 @@ from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest, Message, Part
 from backends.pipelines.qwen3_omni.adapters import piece_of
 from backends.pipelines.qwen3_omni.pipeline import PIPELINE
+from backends.pipelines.qwen3_omni_text.pipeline import PIPELINE as TEXT_ALONE
 
 CHAT = GenerateRequest(messages=(Message("user", "hello"),))
+
+
+def said(*parts):
+    return GenerateRequest(messages=(Message("user", parts),))
 
 
 def test_text_alone_opens_no_speech_stage():
@@ -43,6 +48,17 @@ def test_a_piece_is_what_its_chunk_carries():
     assert piece.media is not None and piece.media.min() == 1
 
 
+def test_a_pipeline_without_a_voice_has_no_stage_for_one():
+    with pytest.raises(BadRequest) as caught:
+        TEXT_ALONE.check(GenerateRequest(messages=CHAT.messages, stages={"talker": {}}))
+    assert caught.value.where == "stages.talker"
+    assert [stage.name for stage in TEXT_ALONE.stages] == ["thinker"]
+
+
+def test_sounds_of_videos_are_welcome():
+    PIPELINE.check(said(Part("video"), Part("audio", in_video=True), Part("video"), Part("audio", in_video=True)))
+
+
 def test_an_empty_last_chunk_is_a_piece_without_words():
     piece = piece_of(Chunk(b"", "thinker", last=True))
     assert (piece.prompt_ids, piece.token_ids, piece.media) == ([], [], None)
@@ -54,6 +70,12 @@ def test_an_empty_last_chunk_is_a_piece_without_words():
         (GenerateRequest(), "messages"),
         (GenerateRequest(messages=(Message("assistant", (Part("image"),)),)), "messages[0]"),
         (GenerateRequest(messages=CHAT.messages, stages={"talk": {}}), "stages.talk"),
+        (said(Part("audio", in_video=True)), "messages[0]"),
+        (said(Part("video"), Part("text"), Part("audio", in_video=True)), "messages[0]"),
+        (said(Part("video"), Part("image", in_video=True)), "messages[0]"),
+        (said(Part("video", fps=1), Part("video", fps=2)), "messages"),
+        (said(Part("video"), Part("audio", in_video=True), Part("video")), "messages"),
+        (said(Part("video"), Part("audio", in_video=True), Part("audio")), "messages"),
     ],
 )
 def test_what_can_be_refused_at_once_names_its_field(request_, where):

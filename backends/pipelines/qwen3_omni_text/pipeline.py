@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline `qwen3_omni_text`: Qwen3-Omni's thinker alone, for checkpoints without a voice (Captioner, Thinking)."""
+
+from __future__ import annotations
+
+from backends.core.pipeline import Operation, Output, Pipeline
+from backends.pipelines.qwen3_omni.checks import check_for
+from backends.pipelines.qwen3_omni.pipeline import MEDIA_IN, THINKER
+
+PIPELINE = Pipeline(
+    name="qwen3_omni_text",
+    stages=(THINKER,),
+    edges=(),
+    outputs=(Output("text", "thinker"),),
+    operations=(Operation("chat", "thinker", ("text",)),),
+    check=check_for("thinker"),
+    about={"media": MEDIA_IN},
+)
