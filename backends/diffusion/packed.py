@@ -3,7 +3,8 @@
 
 All image tokens form one sequence and all text tokens another. Everything that works token by token (projections,
 norms, feed-forward) runs once over these; attention runs per row, over the row's own text and image tokens; what
-depends on a row's timestep (the modulation) is computed per row and spread to its tokens.
+depends on a row's timestep (the modulation) is computed per row and spread to its tokens. Some models see the pictures
+to edit at time zero (`zero_cond_t`): then there is a second such row for each.
 
 Batch invariance. On a CPU a matrix product of few rows takes another kernel than one of many, with other rounding:
 that is the only place where a row's bits could depend on its neighbours. So every product here has at least
@@ -39,7 +40,7 @@ ATTENTION_PARTS = (
 def lacks(transformer: Any) -> str:
     """What keeps this transformer from being packed, in words; empty if nothing does."""
     config = transformer.config
-    if config.get("guidance_embeds") or config.get("zero_cond_t") or config.get("use_additional_t_cond"):
+    if config.get("guidance_embeds") or config.get("use_additional_t_cond"):
         return "it is conditioned on more than text and time"
     missing = [p for p in PARTS if not hasattr(transformer, p)]
     if not missing:
@@ -53,7 +54,7 @@ def lacks(transformer: Any) -> str:
 class Layout:
     """What stays the same while the same drawings step together.
 
-    image, text   the row of each token, padding (row 0) at the end
+    image, text   the row of modulation of each token, padding (row 0) at the end
     tables        rotary tables of all image tokens and of all text tokens
     prompt        projected text features (1, text tokens, dim)
     """
@@ -79,6 +80,7 @@ class Packed:
         self._model = transformer
         self._min_rows = max(MIN_ROWS, MIN_ROWS_PER_THREAD * threads)
         self._head_dim: int = transformer.config.attention_head_dim
+        self._sources_at_zero = bool(transformer.config.get("zero_cond_t"))
         self._layout: Layout | None = None
 
     def predict(self, drawings: Sequence[Drawing]) -> list[Prediction]:
@@ -95,7 +97,7 @@ class Packed:
     def _lay_out(self, drawings: Sequence[Drawing]) -> Layout:
         model = self._model
         rows = rows_of(drawings)
-        image_lengths = [r.drawing.seen().shape[1] for r in rows]
+        wishes = [r.drawing.wish for r in rows]
         text_lengths = [r.features.shape[1] for r in rows]
         device = rows[0].features.device
         tables = [
@@ -106,16 +108,21 @@ class Packed:
         return Layout(
             tuple(drawings),
             rows,
-            image_lengths,
+            [w.picture_tokens + w.source_tokens for w in wishes],
             text_lengths,
-            self._row_of_token(image_lengths, device),
-            self._row_of_token(text_lengths, device),
+            self._spread(
+                [place for i in range(len(rows)) for place in (i, i + len(rows) * self._sources_at_zero)],
+                [length for w in wishes for length in (w.picture_tokens, w.source_tokens)],
+                device,
+            ),
+            self._spread(range(len(rows)), text_lengths, device),
             (self._fill(torch.cat([t for t, _ in tables])), self._fill(torch.cat([t for _, t in tables]))),
             model.txt_in(model.txt_norm(self._fill(features)))[None],
         )
 
-    def _row_of_token(self, lengths: list[int], device: torch.device) -> torch.Tensor:
-        return self._fill(torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))).to(device)
+    def _spread(self, places: Sequence[int], lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Each place as often as its length says."""
+        return self._fill(torch.repeat_interleave(torch.tensor(places), torch.tensor(lengths))).to(device)
 
     def _fill(self, x: torch.Tensor) -> torch.Tensor:
         """`x` with zeros appended until it has enough rows."""
@@ -128,6 +135,8 @@ class Packed:
         model = self._model
         latents = torch.cat([r.drawing.seen()[r.picture] for r in layout.rows])
         times = torch.stack([r.drawing.time() for r in layout.rows]).to(latents.dtype) / 1000
+        if self._sources_at_zero:
+            times = torch.cat([times, times * 0])
         image = model.img_in(self._fill(latents))[None]
         time = model.time_text_embed(self._fill(times), image)
         text = layout.prompt

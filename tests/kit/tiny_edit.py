@@ -24,7 +24,7 @@ PREFIX = (
 SOURCE_PIXELS = 128 * 128  # instead of 1024 x 1024
 
 
-def save_tiny_edit(folder: Path, seed: int = 0, several: bool = False) -> Path:
+def save_tiny_edit(folder: Path, seed: int = 0, several: bool = False, sources_at_zero: bool = False) -> Path:
     """Write the checkpoint (4 MB, diffusers layout); equal seeds give equal weights."""
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
@@ -39,6 +39,10 @@ def save_tiny_edit(folder: Path, seed: int = 0, several: bool = False) -> Path:
     encoder.config.vision_start_token_id, encoder.config.vision_end_token_id = start, end
     encoder.config.image_token_id, encoder.config.video_token_id = picture, film
     vae, transformer = small.make_vae(sizes, seed + 1), small.make_transformer(sizes, seed + 2)
+    if sources_at_zero:  # no weight more or less
+        weights = transformer.state_dict()
+        transformer = type(transformer).from_config({**transformer.config, "zero_cond_t": True})
+        transformer.load_state_dict(weights)
     vae.register_to_config(latents_mean=[0.1, -0.2, 0.3, 0.05], latents_std=[1.1, 0.7, 1.9, 1.3])
     viewer = Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
     processor = Qwen2VLProcessor(viewer, tokenizer, Qwen2VLVideoProcessor())

@@ -31,6 +31,11 @@ def several_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_edit(tmp_path_factory.mktemp("edit") / "several", several=True)
 
 
+@pytest.fixture(scope="module")
+def zero_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_edit(tmp_path_factory.mktemp("edit") / "zero", several=True, sources_at_zero=True)
+
+
 def stock_of(kind: Any, folder: Path) -> Any:
     from backends.diffusion.upstream import be_quiet
 
@@ -109,30 +114,27 @@ def several() -> list[Run]:
     ]
 
 
-CASES = {"whole": whole, "masked": masked, "several": several}
-
-
-def stock_for(case: str, folder: Path, several_folder: Path) -> tuple[Path, Any]:
-    from backends.diffusion import upstream
-
-    kinds = {
-        "whole": upstream.QwenImageEditPipeline,
-        "masked": upstream.QwenImageEditInpaintPipeline,
-        "several": upstream.QwenImageEditPlusPipeline,
-    }
-    chosen = several_folder if case == "several" else folder
-    return chosen, stock_of(kinds[case], chosen)
+CASES = {
+    "whole": ("folder", "QwenImageEditPipeline", whole),
+    "masked": ("folder", "QwenImageEditInpaintPipeline", masked),
+    "several": ("several_folder", "QwenImageEditPlusPipeline", several),
+    "several, sources at time zero": ("zero_folder", "QwenImageEditPlusPipeline", several),
+}
 
 
 @pytest.mark.usefixtures("small_stock")
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize(("batching", "tolerance"), [("seq", 0.0), ("pad", 1e-5), ("packed", 1e-5)])
 def test_edits_are_those_of_the_stock_pipeline(
-    folder, several_folder, case: str, batching: str, tolerance: float
+    request: pytest.FixtureRequest, case: str, batching: str, tolerance: float
 ) -> None:
-    chosen, stock = stock_for(case, folder, several_folder)
-    engine = engine_of(chosen, batching=batching, defaults=SMALL)
-    runs = CASES[case]()
+    from backends.diffusion import upstream
+
+    fixture, kind, make = CASES[case]
+    folder = request.getfixturevalue(fixture)
+    stock = stock_of(getattr(upstream, kind), folder)
+    engine = engine_of(folder, batching=batching, defaults=SMALL)
+    runs = make()
     for run in runs:
         engine.open(run)
     latents: dict[bytes, Any] = {}
