@@ -14,6 +14,7 @@ from backends.wire import Event
 from client.openai import audio
 from client.openai.chat_request import ChatCall
 from client.openai.images import as_base64
+from client.openai.tools import calls_of
 from client.openai.transcripts import Transcripts
 from client.pieces import Piece
 
@@ -85,7 +86,7 @@ def picture_of(pixels: np.ndarray, index: int) -> Json:
 class Choice:
     """The chunks' choices of one run, in OpenAI's order:
 
-    role; audio id; transcript and data, or text, or pictures, as they come; expires_at; finish reason.
+    role; audio id; transcript and data, or text, or calls, or pictures, as they come; expires_at; finish reason.
     """
 
     def __init__(self, call: ChatCall, index: int, transcripts: Transcripts) -> None:
@@ -99,6 +100,7 @@ class Choice:
         self._encoder: audio.Encoder | None = None
         self._held = b""
         self._pictures = 0
+        self._calls = 0
 
     def start(self) -> Iterable[Json]:
         """What comes before any piece."""
@@ -109,7 +111,11 @@ class Choice:
     def on(self, piece: Piece) -> Iterable[Json]:
         """What comes for a piece."""
         if piece.event.type == "text" and piece.text is not None:
-            yield self._text(piece.text, piece.event)
+            calls = list(self._new_calls(piece.event))
+            if piece.text or not calls:
+                yield self._text(piece.text, piece.event)
+            if calls:
+                yield self._choice({"tool_calls": calls})
         if piece.audio is not None:
             yield from self._speech(piece.audio, piece.event)
         if piece.image is not None:
@@ -117,6 +123,12 @@ class Choice:
             self._pictures += 1
         if piece.event.type == "end":
             yield from self._end(piece.event)
+
+    def _new_calls(self, event: Event) -> Iterable[Json]:
+        for call in calls_of(event):
+            if not (self._call.one_call and self._calls):
+                yield {"index": self._calls, **call}
+                self._calls += 1
 
     def _text(self, text: str, event: Event) -> Json:
         logprobs = None
@@ -188,6 +200,7 @@ class Run:
     speech: list[np.ndarray] = field(default_factory=list[np.ndarray])
     pictures: list[np.ndarray] = field(default_factory=list[np.ndarray])
     logprobs: list[Json] = field(default_factory=list[Json])
+    calls: list[Json] = field(default_factory=list[Json])
     rate_hz: int = audio.PCM_HZ
     end: Event = field(default_factory=lambda: Event("end"))
 
@@ -206,6 +219,7 @@ class Whole:
             run.end = piece.event
         if piece.text is not None and piece.event.type == "text":
             run.text.append(piece.text)
+            run.calls += calls_of(piece.event)
             if self._call.top_logprobs is not None:
                 run.logprobs += logprobs_of(piece.event, self._call.top_logprobs)
         if piece.audio is not None:
@@ -232,14 +246,17 @@ class Whole:
 
     def _message(self, run: Run, transcripts: Transcripts) -> Json:
         text = "".join(run.text)
+        is_silent = not text and bool(run.pictures or run.calls)
         message: Json = {
             "role": "assistant",
-            "content": None if run.pictures else text,
+            "content": None if is_silent else text,
             "refusal": None,
             "annotations": [],
         }
-        if self._call.audio_format is not None:
+        if self._call.audio_format is not None and not is_silent:
             message |= {"content": None, "audio": _spoken(self._call.audio_format, run, text, transcripts)}
+        if run.calls:
+            message["tool_calls"] = run.calls[: 1 if self._call.one_call else None]
         if run.pictures:
             message["images"] = [picture_of(pixels, index) for index, pixels in enumerate(run.pictures)]
         return message

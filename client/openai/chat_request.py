@@ -13,6 +13,7 @@ from client.openai.calls import Call
 from client.openai.errors import invalid, missing, unsupported
 from client.openai.fields import IGNORED, Fields
 from client.openai.messages import Reader
+from client.openai.tools import read_tools
 
 MAX_STOPS = 4
 MAX_TOKENS = 1 << 24
@@ -30,6 +31,7 @@ class ChatCall:
 
     audio_format  None: no speech; else the text comes as the transcript of speech
     top_logprobs  None: no log-probabilities
+    one_call      of function calls only the first one is told
     """
 
     call: Call
@@ -37,6 +39,7 @@ class ChatCall:
     with_usage: bool
     audio_format: str | None
     top_logprobs: int | None
+    one_call: bool
 
 
 async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
@@ -62,7 +65,8 @@ async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
         logprobs=top_logprobs,
         **extras.sampling(fields),
     )
-    tools = _tools(fields)
+    tools, tool_choice = read_tools(fields)
+    one_call = fields.has("parallel_tool_calls") and not fields.flag("parallel_tool_calls")
     options = extras.request(fields)
     options["stages"] = images.with_options(options["stages"], images.drawing_options(fields))
     fields.nothing_else(IGNORED)
@@ -74,11 +78,12 @@ async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
         voice=voice,
         sampling=sampling,
         tools=tools,
+        tool_choice=tool_choice,
         **options,
     )
     params = PARAMS | {"sampling.max_tokens": limit_param}
     call = Call(model, request, params, reader.media.tensors, runs)
-    return ChatCall(call, is_stream, with_usage, audio_format, top_logprobs)
+    return ChatCall(call, is_stream, with_usage, audio_format, top_logprobs, one_call)
 
 
 def _stream(fields: Fields) -> tuple[bool, bool]:
@@ -194,17 +199,3 @@ def _json_schema(fields: Fields) -> dict[str, Any] | None:
     if schema is None:
         raise missing("response_format.json_schema.schema")
     return schema
-
-
-def _tools(fields: Fields) -> tuple[dict[str, Any], ...]:
-    tools = fields.items("tools") or []
-    for i, tool in enumerate(tools):
-        if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise unsupported(f"tools[{i}]", "Only tools of the type 'function' are supported.")
-    choice = fields.take("tool_choice")
-    fields.flag("parallel_tool_calls")
-    if choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "'tool_choice' may be 'none' or 'auto'.")
-    if choice == "auto" and not tools:
-        raise invalid("tool_choice", "'tool_choice' needs 'tools'.")
-    return () if choice == "none" else tuple(tools)

@@ -13,6 +13,7 @@ from client.fetch import read_url
 from client.media import Media, MediaError, from_base64
 from client.openai.errors import invalid, missing, unsupported
 from client.openai.fields import Fields
+from client.openai.tools import checked_calls
 from client.openai.transcripts import Transcripts
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -58,7 +59,7 @@ class Reader:
         call_id = fields.text("tool_call_id", needed=role == "tool") or ""
         content = await self._content(fields, path, role, is_optional=bool(calls) or fields.has("images"))
         fields.nothing_else(UNREAD)
-        return Message(role, content, name, call_id, tuple(calls))  # pyright: ignore[reportArgumentType]
+        return Message(role, content, name, call_id, checked_calls(calls, f"{path}.tool_calls"))  # pyright: ignore[reportArgumentType]
 
     async def _content(self, fields: Fields, path: str, role: str, *, is_optional: bool) -> str | tuple[Part, ...]:
         audio = fields.inner("audio")

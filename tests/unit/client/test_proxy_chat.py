@@ -24,6 +24,7 @@ from tests.kit.proxy import RunningProxy
 
 USER: Any = [{"role": "user", "content": "hello"}]
 SPOKEN: Any = {"modalities": ["text", "audio"], "audio": {"voice": "sine", "format": "pcm16"}}
+TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 WHOLE = coding.to_int16(np.concatenate([sine(i * SAMPLES) for i in range(4)])).tobytes()
 
 
@@ -244,8 +245,16 @@ def test_every_sampling_option_reaches_the_server(sdk: openai.OpenAI, backend: F
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema",
          "missing_required_parameter"),
         ({"tools": [{"type": "magic"}]}, "tools[0]", "unsupported_value"),
-        ({"tool_choice": "required", "tools": [{"type": "function", "function": {}}]}, "tool_choice",
-         "unsupported_value"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing_required_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "invalid_value"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools[0].function.parameters",
+         "invalid_type"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice", "unsupported_value"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS},
+         "tool_choice.function.name", "invalid_value"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}]},
+         "messages[0].tool_calls[0].function.arguments", "missing_required_parameter"),
         ({"extra_body": {"temprature": 1}}, "temprature", "unknown_parameter"),
         ({"extra_body": {"deadlines": {"total_s": -1}}}, "deadlines.total_s", "invalid_value"),
         ({"extra_body": {"stages": {"words": 1}}}, "stages.words", "invalid_type"),
@@ -516,3 +525,38 @@ def picture_of(url: str) -> io.BytesIO:
 
 
 DOT = "data:image/png;base64," + as_base64(np.zeros((1, 1, 3), np.uint8))
+
+
+CALLS = [{"id": f"call_{i}", "name": "f", "arguments": f'{{"x": {i}}}'} for i in range(2)]
+
+
+def test_function_calls_at_once_and_their_answers_sent_back(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    backend.meta, backend.reason = {"tool_calls": CALLS}, "tool_calls"
+    choice: Any = {"type": "function", "function": {"name": "f"}}
+    answer = complete(sdk, max_tokens=1, tools=TOOLS, tool_choice=choice).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert [(c.id, c.type, c.function.name) for c in answer.message.tool_calls] == [
+        ("call_0", "function", "f"), ("call_1", "function", "f"),
+    ]  # fmt: skip
+    assert json.loads(answer.message.tool_calls[1].function.arguments) == {"x": 1}
+    assert (backend.seen[0].request.tool_choice, backend.seen[0].request.tools) == ("f", tuple(TOOLS))
+    result = {"role": "tool", "tool_call_id": "call_0", "content": "42"}
+    complete(sdk, messages=[*USER, answer.message, result], tools=TOOLS)
+    _, called, told = backend.seen[1].request.messages
+    assert called.tool_calls[0]["function"] == {"name": "f", "arguments": '{"x": 0}'}
+    assert (told.role, told.tool_call_id, told.content) == ("tool", "call_0", "42")
+    alone = complete(sdk, max_tokens=1, tools=TOOLS, parallel_tool_calls=False, tool_choice="required").choices[0]
+    assert [c.id for c in alone.message.tool_calls] == ["call_0"]
+    assert backend.seen[2].request.tool_choice == "required"
+    complete(sdk, tools=TOOLS, tool_choice="none")
+    assert backend.seen[3].request.tools == ()
+
+
+def test_function_calls_streamed_through_the_sdks_helper(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    backend.meta, backend.reason = {"tool_calls": CALLS}, "tool_calls"
+    with sdk.chat.completions.stream(model="fake", messages=USER, max_tokens=1, tools=TOOLS) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        choice = stream.get_final_completion().choices[0]
+    assert [event.arguments for event in done] == ['{"x": 0}', '{"x": 1}']
+    assert [call.id for call in choice.message.tool_calls or ()] == ["call_0", "call_1"]
+    assert choice.finish_reason == "tool_calls"
