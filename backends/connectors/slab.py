@@ -16,10 +16,6 @@ class Extents:
         self._free: list[tuple[int, int]] = [(0, size)]  # (offset, length), sorted, never adjacent
         self._used: dict[int, int] = {}
 
-    @property
-    def used_bytes(self) -> int:
-        return sum(self._used.values())
-
     def alloc(self, nbytes: int) -> int | None:
         """Offset of a new extent of at least `nbytes`, or None if there is no room."""
         length = max(ALIGN_BYTES, -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES)

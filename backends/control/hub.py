@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import selectors
 import socket
@@ -23,7 +24,10 @@ from backends.connectors.shm import DeviceStore, ShmConnector
 from backends.control.messages import PROTOCOL_VERSION, AnyMessage, Hello, Ping, decode, encode
 from backends.core.chunk import Chunk
 
+log = logging.getLogger("triton_omni.control")
+
 CONNECT_TIMEOUT_S = 2.0  # a live listener of ours accepts within a loop turn; this only bounds a full backlog
+ACCEPT_PAUSE_S = 1.0  # after an accept that failed for want of descriptors or memory
 ITEMS_PER_TURN = 256
 
 _GONE = object()
@@ -99,6 +103,7 @@ class Hub:
         self._awake = threading.Event()
         self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
         self._listener: socket.socket | None = None
+        self._accept_again_s: float | None = None
         if address is not None:
             self._listener = listen(address)
             self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -140,6 +145,8 @@ class Hub:
 
     def poll(self, timeout_s: float | None) -> list[tuple[Peer | None, Any]]:
         """What came in: (peer, message | chunk | Lost) and (None, posted item), in order per peer."""
+        if self._accept_again_s is not None:
+            timeout_s = self._wait_to_accept(self._accept_again_s, timeout_s)
         if self._ready or self._posted:
             timeout_s = 0
         for key, mask in self._selector.select(timeout_s):
@@ -194,9 +201,26 @@ class Hub:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(BlockingIOError):
+        try:
             sock, _ = self._listener.accept()
-            self.adopt(sock)
+        except BlockingIOError:
+            return
+        except OSError as error:  # whoever waits keeps its place; the links there are go on
+            log.error("no new link for now: %s", error)
+            self._selector.unregister(self._listener)
+            self._accept_again_s = time.monotonic() + ACCEPT_PAUSE_S
+            return
+        self.adopt(sock)
+
+    def _wait_to_accept(self, again_s: float, timeout_s: float | None) -> float | None:
+        """Listen again when it is time; returns how long `poll` may sleep."""
+        assert self._listener is not None
+        left_s = again_s - time.monotonic()
+        if left_s > 0:
+            return left_s if timeout_s is None else min(left_s, timeout_s)
+        self._accept_again_s = None
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        return timeout_s
 
     def _serve(self, peer: Peer, mask: int) -> None:
         if peer.lost:

@@ -44,7 +44,7 @@ def main() -> int:
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # lets `finally` close the engine and its children
     sock = socket.socket(fileno=args.fd)
-    threading.Thread(target=_exit_with_stub, args=(args.fd,), name="watch-dog", daemon=True).start()
+    threading.Thread(target=_exit_with_stub, args=(args.fd, args.address), name="watch-dog", daemon=True).start()
     name = f"{args.pipeline}/{args.stage}"
     hub = _hub(name, args.address, args.device)
     stub = hub.adopt(sock)
@@ -81,12 +81,13 @@ def _say(hub: Hub, stub: Peer, message: Ping) -> None:
         hub.poll(1.0)
 
 
-def _exit_with_stub(fd: int) -> None:
+def _exit_with_stub(fd: int, address: Path) -> None:
     """End the process when the stub's end of the socket closes, also while the loop is inside a long step."""
     poller = select.poll()
     poller.register(fd, select.POLLHUP | select.POLLRDHUP)
     poller.poll()
     log.info("the stub is gone")
+    address.unlink(missing_ok=True)
     os._exit(0)
 
 

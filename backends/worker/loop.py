@@ -25,7 +25,7 @@ from backends.control.messages import (
     Transfer,
 )
 from backends.core import engine as eng
-from backends.core.chunk import Chunk
+from backends.core.chunk import Chunk, Tensor
 from backends.core.errors import DeadlineExceeded, ErrorInfo, OmniError, StageFailed, Unavailable
 from backends.core.generate import decode_request
 from backends.core.pipeline import Pipeline
@@ -50,7 +50,7 @@ class Worker:
         self.records: dict[bytes, Record] = {}
         self.numbers: dict[str, float] = {"steps": 0.0, "step_s": 0.0}
         self._adapters = {e.source: e.adapter for e in pipeline.edges if e.target == stage}
-        self._early_inputs: dict[bytes, tuple[Peer, Chunk]] = {}
+        self._early_inputs: dict[bytes, tuple[Tensor, ...]] = {}
         self._clock = clock
         self._next_tick = 0.0
 
@@ -97,25 +97,25 @@ class Worker:
                 log.warning("unexpected message %s from %s", type(item).__name__, peer.name)
 
     def _on_open(self, stub: Peer, message: Open) -> None:
-        inputs = self._early_inputs.pop(message.run, None)
+        inputs = self._early_inputs.pop(message.run, ())
         try:
             reply = self._connect(message.reply, "orchestrator") if message.reply else stub
             record = self._record(stub, reply, message, inputs)
             self.engine.open(record.run)
         except OmniError as error:
-            self._refuse(stub, message.run, inputs, error)
+            self._refuse(stub, message.run, error)
         except Exception as error:  # the engine-loop border: a bug in one run must not end the others
             log.exception("open failed: request %s", message.request_id)
-            self._refuse(stub, message.run, inputs, error)
+            self._refuse(stub, message.run, error)
         else:
             self.records[message.run] = record
             if not record.direct:
                 reply.send(Accepted(message.run, self.hub.address))
             stub.send(Accepted(message.run, self.hub.address))
             if message.direct:
-                self._feed_direct(record)
+                self._feed_direct(record, inputs)
 
-    def _record(self, stub: Peer, reply: Peer, message: Open, inputs: tuple[Peer, Chunk] | None) -> Record:
+    def _record(self, stub: Peer, reply: Peer, message: Open, inputs: tuple[Tensor, ...]) -> Record:
         """The run's record; raises Unavailable if a consumer is gone."""
         sinks = {target: Sink(self._connect(at, target), self.stage.name) for target, at in message.consumers.items()}
         for name in message.wanted:
@@ -126,12 +126,12 @@ class Worker:
             message.run,
             message.request_id,
             decode_request(message.request),
-            {t.name: t for t in inputs[1].tensors} if inputs and not message.direct else {},
+            {} if message.direct else {t.name: t for t in inputs},
             upstream=frozenset(message.upstream),
             wanted=frozenset(message.wanted),
             feeds=any(_feeds(key) for key in sinks),
         )
-        return Record(run, stub, reply, sinks, set(message.upstream), message.stall_s, self._clock(), inputs)
+        return Record(run, stub, reply, sinks, set(message.upstream), message.stall_s, self._clock())
 
     def _connect(self, address: str, whom: str) -> Peer:
         try:
@@ -139,24 +139,20 @@ class Worker:
         except PeerLost:
             raise Unavailable(f"{whom} is not reachable", whom) from None
 
-    def _refuse(self, stub: Peer, run: bytes, inputs: tuple[Peer, Chunk] | None, error: Exception) -> None:
+    def _refuse(self, stub: Peer, run: bytes, error: Exception) -> None:
         """The run never was ours: the stub closes Triton's side and tells the orchestrator."""
-        if inputs is not None:
-            peer, chunk = inputs
-            peer.release(chunk)
         stub.send(Failed(run, ErrorInfo.of(error, self.stage.name)))
 
-    def _feed_direct(self, record: Record) -> None:
+    def _feed_direct(self, record: Record, inputs: tuple[Tensor, ...]) -> None:
         """Turn a direct call's tensors into the one last chunk of its (only) upstream edge."""
-        assert record.inputs is not None and len(record.open) == 1, "a direct call feeds exactly one edge"
-        peer, chunk = record.inputs
-        record.inputs = None
-        source = min(record.open)
-        self._queue(record, peer, Chunk(record.run.id, source, 0, True, chunk.tensors, chunk.meta, chunk.slot))
+        assert len(record.open) == 1, "a direct call feeds exactly one edge"
+        self._queue(record, record.stub, Chunk(record.run.id, min(record.open), 0, True, inputs))
 
     def _on_chunk(self, peer: Peer, chunk: Chunk) -> None:
         if chunk.edge == INPUTS_EDGE:
-            self._early_inputs[chunk.run] = (peer, chunk)
+            # copied: a run may last minutes, and its pictures must not take the link's room from the next run's
+            self._early_inputs[chunk.run] = tuple(Tensor(t.spec, bytes(t.data)) for t in chunk.tensors)
+            peer.release(chunk)
             return
         record = self.records.get(chunk.run)
         if record is None or record.ended is not None or chunk.edge not in record.open:
@@ -204,8 +200,6 @@ class Worker:
             record.reply.send(record.ended)
 
     def _on_lost(self, peer: Peer) -> None:
-        for key in [k for k, (owner, _) in self._early_inputs.items() if owner is peer]:
-            del self._early_inputs[key]
         for record in [r for r in self.records.values() if not r.told]:
             if peer is record.reply:
                 gone = ErrorInfo(Unavailable.code, "the orchestrator died", "orchestrator")

@@ -70,7 +70,6 @@ class Record:
     open: set[str]
     stall_s: float
     opened_at: float
-    inputs: tuple[Peer, Chunk] | None = None
     heard_at: float = 0.0
     sources: dict[str, Peer] = field(default_factory=dict[str, Peer])
     expected: dict[str, int] = field(default_factory=dict[str, int])
@@ -95,7 +94,3 @@ class Record:
         while self.inbox:
             waiting = self.inbox.popleft()
             waiting.peer.release(waiting.chunk)
-        if self.inputs is not None:
-            peer, chunk = self.inputs
-            self.inputs = None
-            peer.release(chunk)

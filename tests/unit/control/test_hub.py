@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import threading
 import time
@@ -202,6 +203,29 @@ def test_a_malformed_packet_after_a_full_turn_is_not_overlooked(make):
     got = gather(b, hub_module.ITEMS_PER_TURN)
     assert isinstance(got[-1][1], Lost)
     bad.close()
+
+
+def test_want_of_descriptors_delays_new_links_and_leaves_the_old_ones_alone(make, monkeypatch):
+    monkeypatch.setattr(hub_module, "ACCEPT_PAUSE_S", 0.02)
+    a, b = make("a"), make("b")
+    old = b.connect(a.address)
+    old.send(Stop(RUN))
+    gather(a, 1, b)
+    old.send(Stop(RUN))
+    new = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    new.connect(a.address)
+    new.send(shm.MESSAGE + encode(Release(RUN)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        got = [item for _, item in gather(a, 1)]
+        for _ in range(5):
+            got += [item for _, item in a.poll(0.03)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert got == [Stop(RUN)]
+    assert gather(a, 1)[0][1] == Release(RUN)
+    new.close()
 
 
 # --- other threads -----------------------------------------------------------------------------------------------

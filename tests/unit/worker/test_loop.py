@@ -134,14 +134,15 @@ def test_the_client_wants_text_only_and_consumers_get_nothing(at):
     assert b.orchestrator.of(Chunk) == []
 
 
-def test_inputs_come_before_their_open_and_are_given_back(at):
-    b = at("tokens")
-    given = Tensor.of("audio", np.arange(20_000, dtype=np.float32))
-    assert b.to_worker.put(chunk(RUN, msg.INPUTS_EDGE, 0, True, given))
-    b.open(RUN, wanted=("text",), has_inputs=True, request=chat(1))
-    b.until(lambda: b.stub.of(msg.Accepted))
-    end_of(b, RUN)
-    assert b.to_worker.connector.in_flight == 0
+def test_inputs_give_their_room_back_at_once_and_stay_whole_for_the_run(at):
+    b = at("tokens", Scripted())
+    for i in range(5):  # twice as much as the link has room for
+        given = Tensor.of("image", np.full(24 << 20, i, np.uint8))
+        assert b.to_worker.put(chunk(bytes([i]) * 16, msg.INPUTS_EDGE, 0, False, given))
+        b.open(bytes([i]) * 16, wanted=("text",), has_inputs=True)
+        b.until(lambda: b.to_worker.connector.in_flight == 0)
+    images = [np.frombuffer(run.inputs["image"].data, np.uint8) for run in b.worker.engine.runs]
+    assert [(len(set(image[:: 1 << 16])), image[0]) for image in images] == [(1, i) for i in range(5)]
 
 
 def test_a_ping_is_answered_with_the_state(at):
@@ -598,13 +599,3 @@ def test_messages_that_make_no_sense_are_ignored(at):
     b.turn(2)
     run = b.open(wanted=("text",))
     end_of(b, run)
-
-
-def test_inputs_of_a_lost_stub_are_forgotten(at):
-    b = at("tokens")
-    b.to_worker.put(chunk(RUN, msg.INPUTS_EDGE, 0, True))
-    b.turn(2)
-    assert RUN in b.worker._early_inputs
-    b.kill("stub")
-    b.turn(2)
-    assert b.worker._early_inputs == {}
