@@ -141,7 +141,7 @@ class Live:
             passed, limit = now_s - self.admitted_s, limits.first_output_s
             where = f"first output of {self.stuck_at}"
         else:
-            passed, limit, where = now_s - self.heard_s, limits.stall_s, f"stall of {self.stuck_at}"
+            passed, limit, where = now_s - self.heard_s, limits.stall_s, self.silent_at
         if limit and passed > limit:
             return DeadlineExceeded(f"nothing for {passed:.1f} s (limit {limit:g} s)", where)
         if limits.total_s and now_s - self.arrived_s > limits.total_s:
@@ -153,6 +153,13 @@ class Live:
         """The stage that the request waits for: the first of the chain that has not ended."""
         producers_first = reversed(list(self.machine.runs))
         return next((s for s in producers_first if s in self.machine.open_runs), self.machine.final_output)
+
+    @property
+    def silent_at(self) -> str:
+        """Where nothing moves: the edge behind the stage that the request waits for, or the stage if it is the last."""
+        stage = self.stuck_at
+        waiting = self.machine.pipeline.downstream(stage, self.machine.open_runs)
+        return f"{stage}->{min(waiting)}" if waiting else f"stall of {stage}"
 
     def usage(self, end: End) -> dict[str, float]:
         """What the stages counted; of a request cut short, what was delivered of the outputs still in work."""

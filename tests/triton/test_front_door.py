@@ -160,7 +160,7 @@ def test_deadlines_name_their_place(toy: RunningServer) -> None:
         life = run_one(toy.grpc, Plan(request | {"deadlines": deadlines}, timeout_s=20))
         assert len(life.ends) == 1
         assert "deadline_exceeded" in life.ends[0]
-        assert place in life.ends[0] or "stall of frames" in life.ends[0]
+        assert place in life.ends[0]
     slow = body(10, ("text",), tokens={"delay_s": 0.1}) | {"deadlines": {"stall_s": 0.5}}
     assert run_one(toy.grpc, Plan(slow)).ends == ["length"]  # slow but alive is never cut
 

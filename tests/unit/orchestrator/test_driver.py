@@ -291,8 +291,20 @@ def test_silence_has_a_deadline_that_names_the_stage(play):
     s.pass_time(4.0)
     assert not client.over, "progress is a sign of life"
     s.pass_time(1.5)
-    assert client.failed.where == "stall of frames"
+    assert client.failed.where == "frames->wave"
     end_all(s, run, "frames", "wave")
+
+
+def test_silence_of_the_last_stage_names_it_alone(play):
+    s = play(stall_s=5.0)
+    client, run = speaking(s)
+    s.stages["tokens"].put(run, "text", 0, text="a")
+    s.turn()
+    for stage in ("tokens", "frames"):
+        s.finish(stage, run)
+    s.pass_time(5.5)
+    assert client.failed.where == "stall of wave"
+    end_all(s, run, "wave")
 
 
 def test_the_whole_has_a_deadline(play):
