@@ -127,11 +127,12 @@ def _leave(rng: random.Random, plan: Plan, tokens: int) -> None:
 # --- what must hold ------------------------------------------------------------------------------------------------
 @dataclass
 class Tally:
-    """What a number of lives came to. `faults`: everything that must not be."""
+    """What a number of lives came to. `faults`: everything that must not be. `seen`: the lives of one `live`."""
 
     lives: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
+    seen: list[tuple[Plan, Life]] = field(default_factory=list)
 
     def add(self, plan: Plan, life: Life) -> None:
         """Count one life."""
@@ -171,6 +172,7 @@ def live(url: str, plans: Sequence[Plan], streams: int) -> Tally:
     tally = Tally()
     for plan, life in zip(plans, run_many(url, list(plans), streams), strict=True):
         tally.add(plan, life)
+        tally.seen.append((plan, life))
     return tally
 
 

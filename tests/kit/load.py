@@ -26,7 +26,7 @@ from tritonclient.utils import InferenceServerException
 class Life:
     """What a client saw of one request.
 
-    final  (output, stage) that the end came under
+    final  (output, stage) that the end came under; outcome, pieces (its index), usage and timings are the end's too
     late   responses that came after the end
     """
 
@@ -39,6 +39,10 @@ class Life:
     seconds: float = 0.0
     words: int = 0
     samples: int = 0
+    outcome: str = ""
+    pieces: int = 0
+    usage: dict[str, float] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -77,10 +81,7 @@ def run_one(url: str, plan: Plan) -> Life:
     started = time.monotonic()
     try:
         client.start_stream(lambda result, error: responses.put((result, error)))
-        tensor = grpcclient.InferInput("request", [1], "BYTES")
-        sent = plan.body if isinstance(plan.body, bytes) else json.dumps(plan.body).encode()
-        tensor.set_data_from_numpy(np.array([sent], object))
-        client.async_stream_infer(plan.model, [tensor], request_id=plan.request_id, enable_empty_final_response=True)
+        send(client, plan)
         _collect(life, plan, responses, started, url)
     except InferenceServerException as error:
         life.ends.append(f"lost {error.message()}")
@@ -91,6 +92,14 @@ def run_one(url: str, plan: Plan) -> Life:
     while life.ends != ["cancelled here"] and not responses.empty():
         life.late += responses.get()[1] is None
     return life
+
+
+def send(client: grpcclient.InferenceServerClient, plan: Plan) -> None:
+    """Make a request on a client's started stream."""
+    tensor = grpcclient.InferInput("request", [1], "BYTES")
+    sent = plan.body if isinstance(plan.body, bytes) else json.dumps(plan.body).encode()
+    tensor.set_data_from_numpy(np.array([sent], object))
+    client.async_stream_infer(plan.model, [tensor], request_id=plan.request_id, enable_empty_final_response=True)
 
 
 def abort(url: str, model: str, request_id: str) -> None:
@@ -138,6 +147,8 @@ def _take(life: Life, result: Any, started: float) -> bool:
         if event["type"] == "end":
             life.ends.append(event["finish_reason"])
             life.final = (event.get("output", ""), event.get("stage", ""))
+            life.outcome, life.pieces = event["outcome"], event.get("index", 0)
+            life.usage, life.timings = event.get("usage", {}), event.get("timings", {})
         elif event["type"] != "progress":
             life.order_errors += event.get("index", 0) != life.counts[event["type"]]
             life.counts[event["type"]] += 1
