@@ -118,14 +118,15 @@ class OrchestratorMetrics:
 class StageMetrics:
     """A worker's numbers, as its latest Ping brought them. A restarted worker counts from zero; the page does not."""
 
-    def __init__(self, pipeline: str, stage: str, instance: int) -> None:
+    def __init__(self, pipeline: str, stage: str, instance: str) -> None:
         self._counters = {
             "steps": Family("omni_stage_steps_total", "counter", "Engine steps"),
             "step_s": Family("omni_stage_step_seconds_total", "counter", "Seconds spent in engine steps"),
+            "turn_s": Family("omni_stage_turn_seconds_total", "counter", "Seconds the worker's loop worked"),
         }
         self._live = Family("omni_stage_runs_live", "gauge", "Runs in the worker", ("worker",))
         self._restarts = Family("omni_stage_worker_restarts_total", "counter", "Starts of a worker after its first")
-        self._worker = str(instance)
+        self._worker = instance
         self._last = dict.fromkeys(self._counters, 0.0)
         self.note({}, 0, 0)
         self._page = _Page([*self._counters.values(), self._live, self._restarts], pipeline=pipeline, stage=stage)

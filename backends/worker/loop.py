@@ -48,7 +48,7 @@ class Worker:
         self.hub = hub
         self.stub: Peer | None = None
         self.records: dict[bytes, Record] = {}
-        self.numbers: dict[str, float] = {"steps": 0.0, "step_s": 0.0}
+        self.numbers: dict[str, float] = {"steps": 0.0, "step_s": 0.0, "turn_s": 0.0}
         self._adapters = {e.source: e.adapter for e in pipeline.edges if e.target == stage}
         self._early_inputs: dict[bytes, tuple[Tensor, ...]] = {}
         self._clock = clock
@@ -62,7 +62,10 @@ class Worker:
 
     def turn(self, timeout_s: float) -> None:
         """One turn of the loop: receive, feed, step, deliver."""
+        began = self._clock()
         items = self.hub.poll(timeout_s)
+        if timeout_s:
+            began = self._clock()  # waiting is no work
         with self.hub.joined():
             for peer, item in items:
                 if peer is not None:
@@ -72,8 +75,10 @@ class Worker:
         with self.hub.joined():
             self._deliver(events)
             self._settle()
-        if self._clock() >= self._next_tick:
-            self._tick()
+        now = self._clock()
+        self.numbers["turn_s"] += now - began
+        if now >= self._next_tick:
+            self._tick(now)
 
     # --- receive -------------------------------------------------------------------------------------------------
     def _receive(self, peer: Peer, item: object) -> None:
@@ -326,8 +331,7 @@ class Worker:
             for sink in record.sinks.values():
                 sink.queue.clear()
 
-    def _tick(self) -> None:
-        now = self._clock()
+    def _tick(self, now: float) -> None:
         self._next_tick = now + TICK_S
         if self.stub is not None:
             self.stub.send(self._ping())

@@ -156,7 +156,7 @@ def test_a_ping_is_answered_with_the_state(at):
     b.worker.turn(0)
     [ping] = [item for _, item in prober.hub.poll(1.0) if isinstance(item, msg.Ping)]
     assert (ping.name, ping.state, ping.live) == ("toy/tokens", "ready", 1)
-    assert set(ping.numbers) == {"steps", "step_s"}
+    assert set(ping.numbers) == {"steps", "step_s", "turn_s", "held"}
     b.kill("prober")
     b.turn(2)
 
@@ -599,3 +599,20 @@ def test_messages_that_make_no_sense_are_ignored(at):
     b.turn(2)
     run = b.open(wanted=("text",))
     end_of(b, run)
+
+
+def test_time_in_steps_and_in_turns_is_told_apart(at):
+    slow = engine("tokens")
+    b = at("tokens", slow)
+    inner = slow.step
+
+    def step():
+        b.clock.now_s += 2.0
+        return inner()
+
+    slow.step = step
+    b.worker.turn(0)
+    assert (b.worker.numbers["turn_s"], b.worker.numbers["step_s"]) == (0.0, 0.0)
+    b.open(RUN)
+    b.until(lambda: b.worker.numbers["steps"] == 1)
+    assert b.worker.numbers["turn_s"] == b.worker.numbers["step_s"] == 2.0
