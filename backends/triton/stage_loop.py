@@ -291,6 +291,7 @@ class StageLoop:
         """
         self._worker = None
         self._waiting.clear()
+        self._note(msg.Ping())  # nothing is live, and the next worker counts from zero
         for call in [c for c in self._calls.values() if not c.ended]:
             self._fail(call, self._death())
         self._settle("the engine worker died while loading")
