@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does batching pay? The diffusion engine under bursts and Poisson arrivals, with and without it.
 
-    python -m perf.diffusion                     the table, about 15 CPU minutes
+    python -m perf.diffusion                     the table, about an hour of one core
     python -m perf.diffusion --only "digits 64"  the workloads whose name contains this
 
-The clock is the CPU time of this process (one thread), so other work on a shared machine does not count; while the
-engine has nothing to do, the clock jumps to the next arrival. `off` draws one request after the other; `packed` uses
-the token budget that the engine measures when it loads; `no cap` packs whatever is there, and shows why there is a
-budget; `stock` is what diffusers' pipeline does, one after the other, branch by branch. Loads are multiples of what
-`off` can serve, and the "vs off" columns compare with it in the same load. Every cell is the median of `--repeats`
-lives by mean latency. On a shared machine single lives of the very same policy differ by a tenth, sometimes more.
+`off` draws one request after the other; `packed` shares steps where the weights that the engine measures when it loads
+say that it pays; `no rule` packs whatever is there, and shows why there is a rule; `stock` is what diffusers' pipeline
+does, one after the other, branch by branch (in bursts only). Loads are multiples of what `off` can serve, and the "vs
+off" columns compare with it.
+
+The clock is the CPU time of this process (one thread), so other work on a shared machine does not count, except that
+it makes a CPU second worth more or less from one minute to the next. So all policies of a cell live at the same time:
+each has a clock of its own, of the steps that it took, and whoever is behind takes the next steps. While an engine has
+nothing to do its clock jumps to the next arrival. `off again` is the very same policy as `off`: what it differs by is
+the error of the measurement. Every cell is the median of `--repeats` lives, each with other arrivals.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +39,15 @@ from backends.pipelines.image.build_small import Sizes, make_pipeline
 from backends.pipelines.image.digits_data import evaluation_set
 
 STAGE = "denoiser"
-NO_CAP = 1 << 30
+TURN_S = (
+    0.05  # CPU time before another policy has its turn; shorter, and they evict one another's weights from the cache
+)
 PACKAGE = Path(__file__).parents[1] / "backends" / "pipelines" / "image"
 POLICIES: dict[str, dict[str, Any]] = {
-    "off": {"batching": "packed", "max_batch_tokens": 1},
-    "packed": {"batching": "packed", "max_batch_tokens": 0},
-    "no cap": {"batching": "packed", "max_batch_tokens": NO_CAP},
+    "off": {"max_batch_tokens": 1},
+    "off again": {"max_batch_tokens": 1},
+    "packed": {},
+    "no rule": {"step_overhead_tokens": 1 << 30},
     "stock": {"batching": "seq", "max_batch_tokens": 1},
 }
 MID = Sizes(
@@ -79,63 +88,77 @@ WORKLOADS = (
 )
 
 
-class Clock:
-    """CPU seconds of this process, plus the idle time that was skipped."""
-
-    def __init__(self) -> None:
-        self._start = time.process_time()
-
-    def now(self) -> float:
-        return time.process_time() - self._start
-
-    def skip_to(self, moment: float) -> None:
-        self._start -= max(0.0, moment - self.now())
-
-
 @dataclass(frozen=True)
 class Result:
-    """One cell of the table."""
+    """What one policy made of one stream of requests."""
 
     total_s: float
     latencies_s: list[float]
-    forwards: int
-    steps: int
+    steps_per_forward: float
 
     @property
     def mean_s(self) -> float:
         return statistics.mean(self.latencies_s)
 
     @property
+    def p95_s(self) -> float:
+        return sorted(self.latencies_s)[int(0.95 * (len(self.latencies_s) - 1))]
+
+    @property
     def per_s(self) -> float:
         return len(self.latencies_s) / self.total_s
 
 
-def drive(engine: DiffusionEngine, workload: Workload, gap_s: float) -> Result:
-    """Open the requests as they arrive, step until all are done."""
-    rng = random.Random(2)
-    arrivals: list[tuple[float, GenerateRequest]] = []
-    moment = 0.0
-    for request in workload.asked():
-        arrivals.append((moment, request))
-        moment += rng.expovariate(1 / gap_s) if gap_s else 0.0
-    clock, forwards = Clock(), engine.forwards
-    came: dict[bytes, float] = {}
-    latencies: list[float] = []
-    while arrivals or engine.busy:
-        while arrivals and arrivals[0][0] <= clock.now():
-            at, request = arrivals.pop(0)
-            run = Run(new_run_id(), "perf", request)
-            came[run.id] = at
-            engine.open(run)
-        if not engine.busy:
-            clock.skip_to(arrivals[0][0])
-            continue
-        for event in engine.step():
-            assert not isinstance(event, Failed), event.error.message
-            if isinstance(event, Finished):
-                latencies.append(clock.now() - came[event.run.id])
-    steps = sum(int(r.stages[STAGE]["steps"]) for r in workload.asked())
-    return Result(clock.now(), latencies, engine.forwards - forwards, steps)
+class Life:
+    """One engine that serves one stream of requests, on a clock of its own."""
+
+    def __init__(self, engine: DiffusionEngine, workload: Workload, gap_s: float, seed: int) -> None:
+        rng = random.Random(seed)
+        self._engine, self._forwards = engine, engine.forwards
+        self._arrivals: deque[tuple[float, GenerateRequest]] = deque()
+        self._came: dict[bytes, float] = {}
+        self._latencies: list[float] = []
+        self._steps = 0
+        self.now_s = moment = 0.0
+        for request in workload.asked():
+            self._arrivals.append((moment, request))
+            self._steps += int(request.stages[STAGE]["steps"])
+            moment += rng.expovariate(1 / gap_s) if gap_s else 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return not self._arrivals and not self._engine.busy
+
+    def turn(self) -> None:
+        """Some steps, or a jump to the next arrival."""
+        end_s = self.now_s + TURN_S
+        while self.now_s < end_s and not self.is_over:
+            started = time.process_time()
+            while self._arrivals and self._arrivals[0][0] <= self.now_s:
+                at, request = self._arrivals.popleft()
+                run = Run(new_run_id(), "perf", request)
+                self._came[run.id] = at
+                self._engine.open(run)
+            if not self._engine.busy:
+                self.now_s = self._arrivals[0][0]
+                continue
+            events = self._engine.step()
+            self.now_s += time.process_time() - started
+            for event in events:
+                assert not isinstance(event, Failed), event.error.message
+                if isinstance(event, Finished):
+                    self._latencies.append(self.now_s - self._came[event.run.id])
+
+    def result(self) -> Result:
+        return Result(self.now_s, self._latencies, self._steps / (self._engine.forwards - self._forwards))
+
+
+def together(engines: dict[str, DiffusionEngine], workload: Workload, gap_s: float, seed: int) -> dict[str, Result]:
+    """Every engine serves the same stream; the one that is behind takes the next turn."""
+    lives = {policy: Life(engine, workload, gap_s, seed) for policy, engine in engines.items()}
+    while going := [life for life in lives.values() if not life.is_over]:
+        min(going, key=lambda life: life.now_s).turn()
+    return {policy: life.result() for policy, life in lives.items()}
 
 
 def model_folders(work: Path, needed: set[str]) -> dict[str, Path]:
@@ -149,29 +172,37 @@ def model_folders(work: Path, needed: set[str]) -> dict[str, Path]:
 
 def measure(workload: Workload, folder: Path, repeats: int) -> Iterator[str]:
     """The rows of one workload."""
-    engines: dict[str, DiffusionEngine] = {}
-    for policy, options in POLICIES.items():
-        context = EngineContext("image", STAGE, {"model": str(folder), **options})
-        engines[policy] = DiffusionEngine(context)
-    warm = Workload("", "", 1, workload.sides[:1], (2,), (2.5,))
-    for engine in engines.values():
-        drive(engine, warm, 0.0)
+    engines = {
+        policy: DiffusionEngine(EngineContext("image", STAGE, {"model": str(folder), **options}))
+        for policy, options in POLICIES.items()
+    }
+    print(f"{workload.name}: weights {engines['packed'].weights}", file=sys.stderr, flush=True)
+    together(engines, Workload("", "", 1, workload.sides[:1], (2,), (2.5,)), 0.0, 0)
     service_s = 0.0
     for load in workload.loads:
-        base: Result | None = None
-        for policy, engine in engines.items():
-            lives = [drive(engine, workload, service_s / load if load else 0.0) for _ in range(repeats)]
-            result = sorted(lives, key=lambda life: life.mean_s)[repeats // 2]
-            if base is None:
-                base = result
-                service_s = service_s or result.total_s / workload.requests
-            budget = "" if engine.budget in (1, NO_CAP) else f" ({engine.budget} tokens)"
-            p95_ms = sorted(result.latencies_s)[int(0.95 * (len(result.latencies_s) - 1))] * 1e3
-            yield (
-                f"| {workload.name} | {f'{load} x' if load else 'burst'} | {policy}{budget} | {result.per_s:.2f} "
-                f"| {result.per_s / base.per_s:.2f} | {result.mean_s * 1e3:.0f} | {result.mean_s / base.mean_s:.2f} "
-                f"| {p95_ms:.0f} | {result.steps / result.forwards:.1f} |"
-            )
+        if load:
+            engines.pop("stock", None)
+        found = [together(engines, workload, service_s / load if load else 0.0, seed) for seed in range(repeats)]
+        if not service_s:
+            service_s = statistics.median(1 / one["off"].per_s for one in found)
+        for policy in engines:
+            yield f"| {workload.name} | {f'{load} x' if load else 'burst'} | {policy} | {_cells(found, policy)} |"
+
+
+def _cells(found: list[dict[str, Result]], policy: str) -> str:
+    """Medians over the repeats, of the numbers and of what they are to `off` in the same repeat."""
+    mine, off = [one[policy] for one in found], [one["off"] for one in found]
+    pairs = list(zip(mine, off, strict=True))
+    return " | ".join(
+        (
+            f"{statistics.median(m.per_s for m in mine):.2f}",
+            f"{statistics.median(m.per_s / o.per_s for m, o in pairs):.2f}",
+            f"{statistics.median(m.mean_s for m in mine) * 1e3:.0f}",
+            f"{statistics.median(m.mean_s / o.mean_s for m, o in pairs):.2f}",
+            f"{statistics.median(m.p95_s for m in mine) * 1e3:.0f}",
+            f"{statistics.median(m.steps_per_forward for m in mine):.1f}",
+        )
+    )
 
 
 def main() -> None:

@@ -1,50 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens one step should hold on this device.
+"""What a run adds to a step on this device, over what any step costs: its weight (see fairness.py).
 
-A step costs a fixed part (starting the kernels, what is done per row) and so much per token. Where a run's own tokens
-cost as much as the fixed part, sharing a step stops making the average run earlier (see fairness.py).
+A step costs a fixed part (starting the kernels, what is done per row) and so much for each token, more where
+attention is long or the device is full. Both are measured when loading, for pictures of growing size, one alone and two
+together: the second adds its *marginal* cost, and sharing saves twice the one minus both.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from backends.core.engine import Run
 from backends.core.generate import GenerateRequest
 from backends.diffusion.drawing import Drawing
-from backends.diffusion.fairness import JOIN
 from backends.diffusion.model import Model
-from backends.diffusion.options import Wish
+from backends.diffusion.options import Limits, Wish
 
-SIDE = 64
-LARGEST = 32  # small pictures in one step
-MOST_TOKENS = 1 << 20  # a device that thirty pictures do not slow down at all
-PATIENCE_S = 1.0  # a step that takes longer is full
+SIDES = (64, 128, 256, 512, 1024)
+PATIENCE_S = 0.2  # sizes beyond one that takes so long are not tried
 TRIES = 5  # the best counts: whatever else a machine does only makes a step slower
+MARGIN = 0.8  # measurements differ by so much; a run that is near the line goes alone
 
 
-def measured_budget(model: Model) -> int:
-    """Tokens per step from a few timed steps of 1, 2, 4, … small pictures. Call in inference mode."""
-    alone = _cost(model, 1)
-    count, full = 1, alone
-    while count < LARGEST and full < PATIENCE_S:
-        count *= 2
-        full = _cost(model, count)
-    picture = max(0.0, full - alone) / max(1, count - 1)
-    fixed = max(0.0, alone - picture)
-    tokens = _drawing(model).tokens
-    return max(1, round(JOIN * tokens * fixed / picture)) if picture else MOST_TOKENS
+@dataclass(frozen=True)
+class Weights:
+    """Weight by tokens: (tokens, weight) as measured, by tokens. Between two points the line, below the first and
+    beyond the last in proportion."""
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of_overhead(cls, tokens: int) -> Weights:
+        """For a device whose steps cost as much as so many tokens, whatever is in them."""
+        return cls(((tokens, 1.0),))
+
+    def __call__(self, tokens: float) -> float:
+        before = (0.0, 0.0)
+        for point in self.points:
+            if tokens <= point[0]:
+                return before[1] + (point[1] - before[1]) * (tokens - before[0]) / (point[0] - before[0])
+            before = point
+        return before[1] * tokens / before[0]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{tokens:.0f} tokens {weight:.2f}" for tokens, weight in self.points)
 
 
-def _cost(model: Model, count: int) -> float:
-    """Seconds of one step of `count` pictures, the best of some."""
-    batch = [_drawing(model) for _ in range(count)]
-    for drawing in batch:
-        model.prepare(drawing)
+def measured_weights(model: Model, limits: Limits) -> Weights:
+    """Weights from a few timed steps. Call in inference mode."""
+    points: list[tuple[float, float]] = []
+    saved_least = math.inf
+    for side in SIDES:
+        if side * side > limits.max_pixels and points:
+            break
+        drawings = [_drawing(model, side) for _ in range(2)]
+        alone, pair = _cost(model, drawings[:1]), _cost(model, drawings)
+        saved_least = min(saved_least, MARGIN * (2 * alone - pair))
+        weight = max(0.0, pair - alone) / saved_least if saved_least > 0 else math.inf
+        points.append((drawings[0].tokens, max(weight, points[-1][1] if points else 0.0)))
+        if pair > PATIENCE_S or weight == math.inf:
+            break
+    return Weights(tuple(points))
+
+
+def _cost(model: Model, batch: list[Drawing]) -> float:
+    """Seconds of one step, the best of some."""
     return min(_timed(lambda: model.forward.predict(batch), model.device) for _ in range(TRIES))
 
 
@@ -60,12 +86,14 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
     return time.process_time() - started
 
 
-def _drawing(model: Model) -> Drawing:
-    """A small picture of nothing."""
+def _drawing(model: Model, side: int) -> Drawing:
+    """A prepared picture of nothing."""
     prompt = model.text.prompt("calibration of the step engine")
     wish = Wish(
-        prompt="", negative_prompt=None, width=SIDE, height=SIDE, steps=2, true_cfg_scale=1.0, seed=0, n=1,
+        prompt="", negative_prompt=None, width=side, height=side, steps=2, true_cfg_scale=1.0, seed=0, n=1,
         partial_images=0, guidance_scale=None,
     )  # fmt: skip
     run = Run(uuid.uuid4().bytes, "calibration", GenerateRequest())
-    return Drawing(run, wish, 0, prompt, None, wish.picture_tokens + prompt.count, 0)
+    drawing = Drawing(run, wish, 0, prompt, None, wish.picture_tokens + prompt.count, 0.0, 0)
+    model.prepare(drawing)
+    return drawing

@@ -25,7 +25,7 @@ class Kept(NamedTuple):
 class Drawing:
     """One request inside the engine; its `n` pictures share steps, scheduler and random stream.
 
-    Set at open: run, wish, seed, prompt and negative prompt, tokens, came_at. Set by the engine's `_prepare`:
+    Set at open: run, wish, seed, prompt and negative prompt, tokens, weight, came_at. Set by the engine's `_prepare`:
     positive, negative (features (1, tokens, dim)), latents (n, image tokens, channels), scheduler, timesteps, and for
     an edit condition (latents of its pictures, (1, their tokens, channels)) and, with a mask, kept.
     Set by each step: latents, step.
@@ -37,6 +37,7 @@ class Drawing:
     prompt: Prompt
     negative_prompt: Prompt | None
     tokens: int
+    weight: float
     came_at: int
     positive: torch.Tensor | None = None
     negative: torch.Tensor | None = None

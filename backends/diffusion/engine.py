@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from backends.core.chunk import Tensor
 from backends.core.engine import Event, Failed, Finished, Output, Progress, Run
 from backends.core.errors import BadRequest, Internal, StageFailed
 from backends.core.pipeline import EngineContext
-from backends.diffusion.calibrate import measured_budget
+from backends.diffusion.calibrate import Weights, measured_weights
 from backends.diffusion.drawing import Drawing
 from backends.diffusion.fairness import choose
 from backends.diffusion.forward import Prediction
@@ -56,9 +57,16 @@ class DiffusionEngine:
         self.tokens_done = 0
         self._drawings: list[Drawing] = []
         self._decodes: list[Decode] = []
+        self.weights = self._weights()
+        self.most_tokens = self.options.max_batch_tokens or sys.maxsize
+        log.info("%s: a run adds to a step: %s of its fixed cost", context.stage, self.weights)
+
+    def _weights(self) -> Weights:
+        overhead = self.options.step_overhead_tokens
+        if overhead or self.options.max_batch_tokens == 1:
+            return Weights.of_overhead(overhead or 1)
         with torch.inference_mode():
-            self.budget = self.options.max_batch_tokens or measured_budget(self.model)
-        log.info("%s: %s tokens a step", context.stage, self.budget)
+            return measured_weights(self.model, self.options.limits)
 
     # --- contract ------------------------------------------------------------------------------------------------
     def open(self, run: Run) -> None:
@@ -74,7 +82,7 @@ class DiffusionEngine:
         picture = wish.picture_tokens + wish.source_tokens
         tokens = sum(picture + p.count for p in (prompt, negative) if p is not None) * wish.n
         seed = secrets.randbelow(MAX_SEED + 1) if wish.seed is None else wish.seed
-        drawing = Drawing(run, wish, seed, prompt, negative, tokens, self.tokens_done)
+        drawing = Drawing(run, wish, seed, prompt, negative, tokens, self.weights(tokens), self.tokens_done)
         run.state = drawing
         self._drawings.append(drawing)
 
@@ -93,7 +101,7 @@ class DiffusionEngine:
         events: list[Event] = []
         with torch.inference_mode():
             self._decode(events)
-            chosen = choose([d for d in self._drawings if self._can_step(d)], self.tokens_done, self.budget)
+            chosen = choose([d for d in self._drawings if self._can_step(d)], self.tokens_done, self.most_tokens)
             if self._prepare(chosen, events):
                 self._denoise([d for d in chosen if d.is_prepared and d in self._drawings], events)
         return events

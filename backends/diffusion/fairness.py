@@ -9,9 +9,10 @@ puts through the model. The neediest go first, as many as one forward may hold. 
 * a large run's need grows while small ones pass, so a steady stream of them slows it down by about as much as they
   slow down one another, and no more.
 
-Sharing a step saves its fixed cost and delays everybody in it. A run whose own tokens cost less than that fixed cost
-makes the average earlier by joining others, a larger one makes it later (two equal runs: a + 2b for both, against
-a + b and 2a + 2b). So only small runs join; a large one leads its step or waits.
+Sharing a step saves its fixed cost and delays everybody in it. A run's *weight* is what its tokens add to a step over
+that fixed cost. If n runs of weight w go m at a time, the average one is over after (1/m + w) (n + m) / 2: least where
+m m w = n, and no later than one by one as long as m w <= n. So two runs share if one adds no more than a step costs
+anyway, a long queue shares more, and runs that keep the device busy by themselves (w much above 1) go one by one.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ class Claim(Protocol):
         ...
 
     @property
+    def weight(self) -> float:
+        """What these tokens add to a step, over the fixed cost of a step."""
+        ...
+
+    @property
     def work(self) -> int:
         """Tokens of all its steps, done or not."""
         ...
@@ -39,10 +45,6 @@ class Claim(Protocol):
         ...
 
 
-JOIN = 4
-"""A run joins others if it has at most this part of a step's budget; calibrate.py measures the budget so that this
-is where the run's tokens cost as much as a step's fixed part."""
-
 C = TypeVar("C", bound=Claim)
 
 
@@ -51,13 +53,19 @@ def need(claim: Claim, now: int) -> float:
     return (now - claim.came_at) / claim.work
 
 
-def choose(claims: Sequence[C], now: int, budget: int) -> list[C]:
-    """The neediest claim, and small ones by need as long as all fit into `budget` tokens."""
+THRIFT = 4
+"""Steps hold up to sqrt(THRIFT) times as many runs as would make the average earliest: with 32 runs of weight 0.5, a
+tenth more throughput for a twelfth of the mean latency."""
+
+
+def choose(claims: Sequence[C], now: int, most_tokens: int) -> list[C]:
+    """The neediest claim, and by need those that make the average earlier, within `most_tokens`."""
     ranked = sorted(claims, key=lambda c: -need(c, now))  # stable: equal needs keep the order of arrival
-    chosen: list[C] = []
-    room = budget
-    for claim in ranked:
-        if not chosen or claim.tokens <= min(room, budget // JOIN):
+    chosen = ranked[:1]
+    tokens = sum(c.tokens for c in chosen)
+    for claim in ranked[1:]:
+        pays = (len(chosen) + 1) * claim.weight * max(1, len(chosen) / THRIFT) <= len(claims)
+        if pays and tokens + claim.tokens <= most_tokens:
             chosen.append(claim)
-            room -= claim.tokens
+            tokens += claim.tokens
     return chosen

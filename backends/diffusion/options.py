@@ -75,8 +75,9 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batching          packed: any mix in one forward; pad: equal sizes only; seq: the stock arithmetic, one by one
     dtype             float32 or bfloat16
     threads           torch threads on a CPU, fixed because results depend on it
-    max_batch_tokens  tokens one forward may hold, unless a single run needs more (a run of more than a quarter of it
-                      shares with small ones only); 0: measured when loading
+    step_overhead_tokens  tokens that cost as much as a step costs anyway; runs share a step where that pays
+                      (fairness.py); 0: measured when loading, for pictures of growing size
+    max_batch_tokens  tokens one forward may hold, unless a single run needs more; 1: one by one; 0: no bound
     max_prompt_tokens longest prompt, counted after the template
     text_cache        prompts whose features are kept
     vae_tiling        decode large pictures in tiles (needs less memory; seams are blended, not exact)
@@ -86,6 +87,7 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batching: Literal["packed", "pad", "seq"] = "packed"
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: Count = 1
+    step_overhead_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_batch_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_prompt_tokens: Count = 512
     text_cache: Annotated[int, msgspec.Meta(ge=0)] = 32

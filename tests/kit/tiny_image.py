@@ -26,10 +26,10 @@ def save_tiny_image(folder: Path, seed: int = 0) -> Path:
 
 
 def engine_of(folder: Path, **options: Any) -> Any:
-    """A diffusion engine over a checkpoint; `options` are its deploy values."""
+    """A diffusion engine over a checkpoint; `options` are its deploy values. Everything shares a step."""
     from backends.diffusion.engine import DiffusionEngine
 
-    given = {"model": str(folder), "max_batch_tokens": 100_000} | options
+    given = {"model": str(folder), "step_overhead_tokens": 100_000} | options
     return DiffusionEngine(EngineContext("image", STAGE, given))
 
 

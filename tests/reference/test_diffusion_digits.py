@@ -29,7 +29,7 @@ def reader() -> data.Reader:
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    return engine_of(FOLDER / "digits", max_batch_tokens=1024)
+    return engine_of(FOLDER / "digits", step_overhead_tokens=256)
 
 
 def readings(engine: Any, reader: data.Reader, prompts: Iterable[str], size: tuple[int, int]) -> list[data.Reading]:

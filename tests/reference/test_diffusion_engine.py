@@ -192,7 +192,7 @@ def test_a_blocked_run_pauses_and_the_others_go_on(engine: Any) -> None:
 
 
 def test_a_large_picture_and_small_ones_do_not_starve_one_another(folder) -> None:
-    engine = engine_of(folder, max_batch_tokens=128)
+    engine = engine_of(folder, step_overhead_tokens=64, max_batch_tokens=256)
     large = image_run("two", width=256, height=256, steps=8, seed=1)
     engine.open(large)
     for _ in range(3):
@@ -210,13 +210,13 @@ def test_a_large_picture_and_small_ones_do_not_starve_one_another(folder) -> Non
     engine.open(large)
     small_steps = seed = 0
     while large.state.steps_left:
-        while sum(d.tokens for d in engine._drawings if d is not large.state) < 128:
+        while sum(d.tokens for d in engine._drawings if d is not large.state) < 256:
             seed += 1
             engine.open(image_run("3", width=64, height=64, steps=6, seed=seed))
         step = large.state.step
         engine.step()
         small_steps += large.state.step == step
-    assert small_steps * 128 <= 8 * large.state.work
+    assert small_steps * 256 <= 16 * large.state.work
     for drawing in list(engine._drawings):
         engine.stop(drawing.run)
 
@@ -340,7 +340,8 @@ def test_deploy_values_are_checked_when_loading(folder) -> None:
         engine.open(image_run("a", width=128, height=64))
     with pytest.raises(BadRequest, match="needs a description"):
         engine.open(Run(b"1" * 16, "r", GenerateRequest(operation="image")))
-    assert engine_of(folder, max_batch_tokens=0).budget >= 16
+    weights = engine_of(folder, step_overhead_tokens=0).weights
+    assert 0 < weights(16) <= weights(64) <= weights(1000)
 
 
 def test_tiled_decode_and_bfloat16_draw(folder) -> None:
