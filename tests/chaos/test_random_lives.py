@@ -29,22 +29,25 @@ pytestmark = [pytest.mark.triton]
 STREAMS = 48  # more than fit: some wait for admission, some are refused
 DEPLOY = "pipeline: toy\norchestrator: {max_live: 24, max_queue: 16}\nstages: {tokens: {}, frames: {}, wave: {}}\n"
 BACK_S = 90.0
+SLACK = {"tritonserver fds": 6}  # its gRPC keeps a few more or fewer, however many requests there were
 
 
 @contextmanager
 def small_toy(folder: Path, supervised: bool = False) -> Iterator[RunningServer]:
-    """A warm toy server with little room."""
+    """A toy server with little room."""
     options = ["--silent-s", "8", "--stage-silent-s", "8"] if supervised else ()
     with running_server([toy_repository(folder, DEPLOY)], supervised=supervised, serve_options=options) as server:
-        warm(server)
         yield server
 
 
-def warm(server: RunningServer) -> None:
-    """Make links, lanes and slabs that stay from then on."""
+def warm(server: RunningServer) -> dict[str, int]:
+    """Make links, lanes and slabs that stay from then on; returns what the server holds with them."""
     wait_for(lambda: is_back(server), BACK_S, "ready")
-    large = {stage: {"frame_bytes": 1 << 20} for stage in ("tokens", "frames")}
-    run_many(server.grpc, [Plan(body(20, **large)) for _ in range(STREAMS)], STREAMS)
+    for count, nbytes in ((1, 9 << 20), (STREAMS, 1 << 20)):
+        large = {stage: {"frame_bytes": nbytes} for stage in ("tokens", "frames")}
+        run_many(server.grpc, [Plan(body(20, **large))] * count, count)
+    wait_for(lambda: is_back(server), BACK_S, "idle")
+    return holdings(server)
 
 
 def is_back(server: RunningServer) -> bool:
@@ -54,17 +57,16 @@ def is_back(server: RunningServer) -> bool:
         return False
 
 
-def batch(server: RunningServer, seed: int, count: int, deaths: float = 0.0) -> Tally:
-    """Live `count` lives and judge them and what the server holds afterwards."""
+def batch(server: RunningServer, held: dict[str, int], seed: int, count: int, deaths: float = 0.0) -> Tally:
+    """Live `count` lives; judge them and what the server holds afterwards, against what it `held` at first."""
     rng = random.Random(seed)
-    wait_for(lambda: is_back(server), BACK_S, "idle before")
-    before, counted, started = holdings(server), metrics(server), time.monotonic()
+    counted, started = metrics(server), time.monotonic()
     tally = live(server.grpc, [random_plan(rng, deaths=deaths) for _ in range(count)], STREAMS)
     seconds = time.monotonic() - started
     wait_for(lambda: is_back(server), BACK_S, "every worker back, every slot free")
     print(f"seed {seed}, load {os.getloadavg()[0]:.0f}, {seconds:.0f} s: {report(tally)}")
     assert tally.faults == []
-    wait_for(lambda: grown(server, before) == {}, 20, f"as before: {grown(server, before)}")
+    wait_for(lambda: grown(server, held) == {}, 20, f"as before: {grown(server, held)}")
     assert disagreements(counted, metrics(server), tally.seen) == []
     return tally
 
@@ -75,22 +77,24 @@ def grown(server: RunningServer, before: dict[str, int]) -> dict[str, int]:
         after = holdings(server)
     except (OSError, PeerLost) as error:
         return {f"not known: {error}": 1}
-    return {name: after.get(name, 0) - n for name, n in before.items() if after.get(name, 0) > n}
+    return {name: after.get(name, 0) - n for name, n in before.items() if after.get(name, 0) > n + SLACK.get(name, 0)}
 
 
 @pytest.mark.timeout(240)
 def test_random_lives(tmp_path: Path) -> None:
     with small_toy(tmp_path) as server:
-        batch(server, 1, 400)
-        batch(server, 2, 200, deaths=0.02)
+        held = warm(server)
+        batch(server, held, 1, 400)
+        batch(server, held, 2, 200, deaths=0.01)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
 def test_more_random_lives(tmp_path: Path) -> None:
     with small_toy(tmp_path) as server:
+        held = warm(server)
         for seed in range(10, 20):
-            batch(server, seed, 300, deaths=0.01 * (seed % 2))
+            batch(server, held, seed, 300, deaths=0.01 * (seed % 2))
 
 
 @pytest.mark.chaos
@@ -101,13 +105,13 @@ def test_more_random_lives(tmp_path: Path) -> None:
 def test_a_stub_dies_under_random_lives(tmp_path: Path, seed: int, model: str) -> None:
     with small_toy(tmp_path, supervised=True) as server:
         rng = random.Random(seed)
+        warm(server)
         plans = [plan for plan in (random_plan(rng) for _ in range(200)) if plan.model == "toy"]
         plans[len(plans) // 2].before = killer(server, model)
         tally = live(server.grpc, plans, STREAMS)
         print(f"seed {seed}, {model} killed: {report(tally)}")
         assert tally.faults == []
-        warm(server)
-        batch(server, seed + 100, 100)
+        batch(server, warm(server), seed + 100, 100)
 
 
 def killer(server: RunningServer, model: str) -> Callable[[], None]:
@@ -121,13 +125,14 @@ def test_ten_thousand_random_lives(tmp_path: Path) -> None:
     """In one server; resident memory may grow by 1 MB per 1,000 requests after the first 2,000."""
     sizes: list[dict[str, int]] = []
     with small_toy(tmp_path) as server:
+        held = warm(server)
         for seed in range(200, 220):
-            batch(server, seed, 500)
+            batch(server, held, seed, 500)
             sizes.append(memory_kb(server))
             print(f"resident KiB: {sizes[-1]}", flush=True)
         for seed in range(220, 224):
-            batch(server, seed, 100, deaths=0.02)
-    warm, last = sizes[3], sizes[-1]
-    slopes = {role: (last[role] - warm[role]) / 1024 / 8 for role in warm}
+            batch(server, held, seed, 100, deaths=0.02)
+    first, last = sizes[3], sizes[-1]
+    slopes = {role: (last[role] - first[role]) / 1024 / 8 for role in first}
     print(f"MB per 1,000 requests after warm-up: { {role: round(mb, 2) for role, mb in slopes.items()} }")
     assert {role: mb for role, mb in slopes.items() if mb > 1} == {}
