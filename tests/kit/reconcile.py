@@ -125,10 +125,9 @@ def _requests(page: Page, seen: Seen) -> Iterator[str]:
     admitted = page.at("omni_queue_seconds_count")
     yield _within("admitted requests", admitted, (known["completed"], len(seen) - known["too_busy"]))
     stayed = unknown == 0
-    failed = stayed and known.keys() - {"completed", "cancelled"}
-    yield _seconds(
-        "waits for admission", page.at("omni_queue_seconds_sum"), _timings(seen, "queue_s"), stayed and not failed
-    )
+    completed = [(plan, life) for plan, life in seen if life.outcome == "completed"]  # others may have left the queue
+    waits_s = page.at("omni_queue_seconds_sum")
+    yield _seconds("waits for admission", waits_s, _timings(completed, "queue_s"), len(completed) == len(seen))
     for outcome in ("completed", "cancelled"):
         own = [(plan, life) for plan, life in seen if life.outcome == outcome]
         total = page.at("omni_request_seconds_sum", outcome=outcome)
