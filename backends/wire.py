@@ -60,7 +60,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     """One response of the public model.
 
     type           what this response carries; "end" is the last one and arrives together with Triton's FINAL flag
-    output, stage  the output ("text", "audio", "image") and the stage it came from; on "end" those of the
+    output, stage  the output ("text", "transcript", "audio", "image") and the stage it came from; on "end" those of the
                    request's own final output; "chunk" is what a directly called stage sends its consumers
     index          counts the responses of one output from 0
     meta           facts about this piece (sample_rate of audio; step and steps of progress; …)
@@ -70,7 +70,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     timings        seconds since arrival: queue_s, first_<output>_s, total_s
     """
 
-    type: Literal["text", "audio", "image", "chunk", "progress", "end", "health"]
+    type: Literal["text", "transcript", "audio", "image", "chunk", "progress", "end", "health"]
     request_id: str = ""
     output: str = ""
     stage: str = ""

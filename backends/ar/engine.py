@@ -18,7 +18,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from backends.ar.load import load_llm
 from backends.ar.options import read_options
 from backends.ar.params import REFUSALS, Defaults, refusal_of, vllm_params
-from backends.ar.sampling import stage_sampling
+from backends.ar.sampling import check_max_tokens, stage_sampling
 from backends.ar.tools import CallScanner, check_tools, forced_calls
 from backends.ar.upstream import scheduled
 from backends.core.engine import Event, Failed, Finished, Output, Run, Send
@@ -32,12 +32,13 @@ class Prompt:
     """What the model reads.
 
     `media` is vLLM's multi_modal_data, with one placeholder token per item in the ids, `processor` options for the
-    model's own processor of media.
+    model's own processor of media. `audio_tokens` of the ids stand for sounds as a transcriber heard them.
     """
 
     token_ids: list[int]
     media: Mapping[str, Any] = field(default_factory=dict[str, Any])
     processor: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    audio_tokens: int = 0
 
 
 class PromptBuilder(Protocol):
@@ -66,6 +67,7 @@ class Live:
     scheduled: Any = None
     """vLLM's record of the run, once it has started."""
     prompt_tokens: int = 0
+    prompt_audio_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     held_ids: list[int] = field(default_factory=list[int])
@@ -79,6 +81,7 @@ class Live:
     def usage(self) -> dict[str, float]:
         return {
             "prompt_tokens": self.prompt_tokens,
+            "prompt_audio_tokens": self.prompt_audio_tokens,
             "completion_tokens": self.completion_tokens,
             "cached_tokens": self.cached_tokens,
             "preemptions": self.scheduled.num_preemptions,
@@ -119,6 +122,7 @@ class ArEngine:
     # --- Engine ---------------------------------------------------------------------------------------------------
     def open(self, run: Run) -> None:
         sampling = stage_sampling(run.options(self.stage), run.request.sampling, self.stage)
+        check_max_tokens(sampling, self.max_model_len)
         check_tools(run.request)
         self._prompts.check(run)
         live = Live(run, run.id.hex(), sampling, len(run.upstream), CallScanner() if run.request.tools else None)
@@ -168,7 +172,7 @@ class ArEngine:
             raise StageFailed(f"there is no transcript of audio part {missing[0]}", self.stage)
         transcripts = [live.transcripts[i] for i in range(len(live.transcripts))]
         prompt = self._prompts.build(live.run, transcripts)
-        live.prompt_tokens = len(prompt.token_ids)
+        live.prompt_tokens, live.prompt_audio_tokens = len(prompt.token_ids), prompt.audio_tokens
         room = self.max_model_len - live.prompt_tokens
         if room < 1:
             raise BadRequest(

@@ -44,6 +44,15 @@ def stage_sampling(options: Mapping[str, Any], sampling: Sampling, stage: str) -
         raise BadRequest(message, f"stages.{stage}.{key}".rstrip(".")) from None
 
 
+def check_max_tokens(sampling: Sampling, most: int) -> None:
+    """Raise BadRequest for more tokens than a context has; what does not fit after the prompt is cut silently."""
+    if sampling.max_tokens is not None and sampling.max_tokens > most:
+        raise BadRequest(
+            f"max_tokens may be at most {most}, the context of this deployment, not {sampling.max_tokens}",
+            "sampling.max_tokens",
+        )
+
+
 def sampling_arguments(
     sampling: Sampling, deploy: SamplingDefaults, model: Mapping[str, Any], *, vocab: int, room: int
 ) -> dict[str, Any]:

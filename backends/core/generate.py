@@ -89,6 +89,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
                 "abort"
     messages    the chat so far (operation "chat"); pictures, perhaps a mask, and text (operation "edit")
     input       the text to speak or the picture's description (operations "speech" and "image")
+    instructions  how to speak, for pipelines whose `about` has "instructions"
     modalities  outputs wanted ("text", "audio", "image"); empty means the operation's default
     tool_choice "auto", "required", or the name of the one function to call
     stages      options for single stages, by stage name; each stage knows its own keys
@@ -101,6 +102,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     modalities: tuple[str, ...] = ()
     voice: str | None = None
     language: str | None = None
+    instructions: str = ""
     speed: Annotated[float, msgspec.Meta(ge=0.25, le=4)] = 1.0
     sampling: Sampling = Sampling()
     tools: tuple[dict[str, Any], ...] = ()

@@ -26,6 +26,8 @@ def check_request(pipeline: Pipeline, request: GenerateRequest, media: Mapping[s
     pipeline.operation(request)
     pipeline.check(request)
     pipeline.wanted(request)
+    if request.instructions and not pipeline.about.get("instructions"):
+        raise BadRequest("this pipeline takes no instructions on how to speak", "instructions")
     for stage in request.stages:
         if stage not in {s.name for s in pipeline.stages}:
             known = ", ".join(s.name for s in pipeline.stages)

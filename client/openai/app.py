@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from client.fetch import is_any, is_public
-from client.openai import chat, edits, images, models, speech
+from client.openai import chat, edits, images, models, speech, transcriptions
 from client.openai.backend import Backend
 from client.openai.calls import Shared
 from client.openai.errors import ApiError
@@ -26,6 +26,8 @@ from client.openai.transcripts import Transcripts
 ROUTES = (
     Route("/v1/chat/completions", chat.complete, methods=["POST"]),
     Route("/v1/audio/speech", speech.speak, methods=["POST"]),
+    Route("/v1/audio/transcriptions", transcriptions.transcribe, methods=["POST"]),
+    Route("/v1/audio/translations", transcriptions.translate, methods=["POST"]),
     Route("/v1/images/generations", images.generate, methods=["POST"]),
     Route("/v1/images/edits", edits.edit, methods=["POST"]),
     Route("/v1/models", models.list_models),

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
-from typing import Any
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
@@ -14,24 +12,22 @@ from starlette.responses import Response
 
 from backends.wire import Part
 from client.media import Media
-from client.openai.errors import ApiError, invalid, missing
-from client.openai.fields import Fields, from_text
+from client.openai.errors import invalid, missing
+from client.openai.forms import fields_of, file_in, opened_form
 from client.openai.images import Sources, answer, read_draw
 from client.openai.messages import blaming
 
 MAX_PICTURES = 16
-MAX_FIELDS = 100
 PICTURES = ("image", "image[]")
-_INNER = re.compile(r"\[([^\[\]]+)\]")
 
 
 async def edit(request: Request) -> Response:
     """Edit."""
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise ApiError(400, "The body must be multipart/form-data.", code="invalid_form")
-    async with request.form(max_files=MAX_PICTURES + 1, max_fields=MAX_FIELDS) as form:
+    async with opened_form(request, MAX_PICTURES + 1) as form:
         sources = await _sources(form)
-        call = read_draw(_fields(form), sources)
+        fields = fields_of(form, (*PICTURES, "mask"))
+    fields.choice("input_fidelity", ("high", "low"))
+    call = read_draw(fields, sources)
     return await answer(request, call)
 
 
@@ -55,31 +51,6 @@ async def _sources(form: FormData) -> Sources:
 
 
 async def _part(value: UploadFile | str, param: str, add: Callable[[bytes], Part]) -> Part:
-    if isinstance(value, str):
-        raise invalid(param, f"'{param}' must be a file.", "invalid_type")
-    data = await value.read()
+    data = await file_in(value, param)
     with blaming(param, "invalid_image"):
         return await asyncio.to_thread(add, data)
-
-
-def _fields(form: FormData) -> Fields:
-    """The other fields. `stages[denoiser][steps]` is how SDKs write an object in a form."""
-    values: dict[str, Any] = {}
-    for key, value in form.multi_items():
-        if key in (*PICTURES, "mask"):
-            continue
-        if isinstance(value, UploadFile):
-            raise invalid(key, f"'{key}' must not be a file.", "invalid_type")
-        name, bracket, _ = key.partition("[")
-        path = [name, *_INNER.findall(key)] if bracket else [name]
-        target = values
-        for step in path[:-1]:
-            target = target.setdefault(step, {})
-            if not isinstance(target, dict):
-                raise invalid(name, f"'{name}' is sent as a value and as an object.", "invalid_type")
-        if path[-1] in target:
-            raise invalid(key, f"'{key}' is sent twice.")
-        target[path[-1]] = from_text(value) if bracket else value
-    fields = Fields(values, is_form=True)
-    fields.choice("input_fidelity", ("high", "low"))
-    return fields

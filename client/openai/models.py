@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from backends import wire
 from backends.wire import OmniError
 from client.openai.backend import Backend
-from client.openai.errors import ApiError, of_omni
+from client.openai.errors import RETRY_AFTER_S, ApiError, of_omni
 
 FRESH_S = 2.0
 OWNER = "triton-omni"
@@ -111,6 +111,5 @@ def _health(states: dict[str, dict[str, Any]], trouble: str) -> Response:
     content: dict[str, Any] = {"status": "ok" if is_ready else "unavailable", "wire_version": wire.WIRE_VERSION}
     if trouble:
         content["error"] = trouble
-    return JSONResponse(
-        {**content, "pipelines": states}, 200 if is_ready else 503, headers={"cache-control": "no-store"}
-    )
+    headers = {"cache-control": "no-store"} | ({} if is_ready else {"retry-after": f"{RETRY_AFTER_S:.0f}"})
+    return JSONResponse({**content, "pipelines": states}, 200 if is_ready else 503, headers=headers)

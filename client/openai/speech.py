@@ -14,7 +14,7 @@ from client.openai import audio, extras, sse
 from client.openai.calls import BrokenOff, Call, Pieces, open_pieces
 from client.openai.chat_answer import usage_of
 from client.openai.chat_request import voice_of
-from client.openai.errors import ApiError, missing, unsupported
+from client.openai.errors import ApiError, invalid, missing
 from client.openai.fields import IGNORED, Fields, parse_json
 from client.pieces import Piece
 
@@ -43,11 +43,10 @@ def read_speech(fields: Fields) -> tuple[Call, str, bool]:
     voice = voice_of(fields)
     kind = fields.choice("response_format", FORMATS, "mp3") or "mp3"
     stream_format = fields.choice("stream_format", ("audio", "sse"), "audio")
-    if fields.text("instructions"):
-        raise unsupported("instructions", "Instructions on how to speak are not supported here.")
+    instructions = fields.text("instructions", most=MAX_INPUT_CHARS) or ""
     options = extras.request(fields)
     fields.nothing_else(IGNORED)
-    request = GenerateRequest(operation="speech", input=text, voice=voice, **options)
+    request = GenerateRequest(operation="speech", input=text, voice=voice, instructions=instructions, **options)
     return Call(model, request, {}), kind, stream_format == "sse"
 
 
@@ -61,13 +60,13 @@ class Voice:
     def sound(self, piece: Piece) -> bytes:
         """Bytes that are ready after a piece; at the end the rest."""
         made = b""
-        if piece.audio is not None:
+        if piece.audio is not None and piece.audio.size:
             if self._encoder is None:
                 self._encoder = audio.encoder(self._kind, int(piece.event.meta["sample_rate"]))
             made = self._encoder.feed(piece.audio)
         if piece.event.type == "end":
-            if self._encoder is None:  # nothing was spoken: still a file of the format
-                self._encoder = audio.encoder(self._kind, audio.PCM_HZ)
+            if self._encoder is None:
+                raise invalid("input", "There is nothing in 'input' that could be spoken.")
             made += self._encoder.finish()
         return made
 

@@ -111,6 +111,8 @@ class FakeBackend:
     def _refuse(self, request: GenerateRequest) -> None:
         if self.refusal:
             raise wire.from_line(self.refusal)
+        if request.instructions:
+            raise wire.BadRequest("this pipeline takes no instructions on how to speak", "instructions")
         if request.voice not in (None, *VOICES):
             raise wire.BadRequest(f"unknown voice '{request.voice}'; available: {', '.join(VOICES)}", "voice")
 
@@ -118,8 +120,11 @@ class FakeBackend:
         if request.operation in ("image", "edit") or "image" in request.modalities:
             yield from self._pictures(request)
             return
-        words = request.input.split() if request.operation == "speech" else []
-        total = len(words) or request.sampling.max_tokens or 3
+        if request.operation == "transcription":
+            yield from self._segments()
+            return
+        words = [word for word in request.input.split() if word.isascii()]  # what has no sound is not spoken
+        total = len(words) if request.operation == "speech" else request.sampling.max_tokens or 3
         samples = 0
         for i in range(total):
             if request.operation == "chat":
@@ -132,6 +137,12 @@ class FakeBackend:
                 samples += SAMPLES
         usage = {"prompt_tokens": 5.0, "completion_tokens": float(total), **self.usage}
         yield Piece(Event("end", outcome="completed", finish_reason=self.reason, usage=usage))
+
+    def _segments(self) -> Iterator[Piece]:
+        for i, text in enumerate(("Hello there.", " How are you?")):
+            meta = {"start_s": 1.5 * i, "end_s": 1.5 * i + 1.25, "language": "english"}
+            yield Piece(Event("transcript", output="transcript", index=i, meta=meta), text)
+        yield Piece(Event("end", outcome="completed", usage={"audio_input_s": 2.75}))
 
     def _pictures(self, request: GenerateRequest) -> Iterator[Piece]:
         options = request.stages.get("denoiser", {})

@@ -25,6 +25,8 @@ def check(request: GenerateRequest) -> None:
         _check_chat(request)
     if request.operation == "speech":
         _check_speech(request)
+    if request.operation == "transcription":
+        _check_transcription(request)
     _check_options(request)
 
 
@@ -43,6 +45,16 @@ def _check_speech(request: GenerateRequest) -> None:
         raise BadRequest(f"at most {MAX_INPUT_CHARS} characters can be spoken, not {len(request.input)}", "input")
     if request.messages:
         raise BadRequest("operation 'speech' speaks 'input'; messages belong to operation 'chat'", "messages")
+
+
+def _check_transcription(request: GenerateRequest) -> None:
+    if request.input:
+        raise BadRequest("operation 'transcription' hears the audio of messages", "input")
+    for i, message in enumerate(request.messages):
+        if any(part.type != "audio" for part in message.parts):
+            raise BadRequest("operation 'transcription' hears audio and reads nothing", f"messages[{i}]")
+    if not request.messages:
+        raise BadRequest("there is no audio to hear", "messages")
 
 
 def _check_options(request: GenerateRequest) -> None:

@@ -49,8 +49,12 @@ PIPELINE = Pipeline(
         Edge("thinker", "talker", text_of),
         Edge("talker", "code2wav"),
     ),
-    outputs=(Output("text", "thinker"), Output("audio", "code2wav")),
-    operations=(Operation("chat", "thinker", ("text",)), Operation("speech", "talker", ("audio",))),
+    outputs=(Output("transcript", "transcriber"), Output("text", "thinker"), Output("audio", "code2wav")),
+    operations=(
+        Operation("chat", "thinker", ("text",)),
+        Operation("speech", "talker", ("audio",)),
+        Operation("transcription", "transcriber", ("transcript",)),
+    ),
     check=check,
     about={
         "voices": list(VOICES),

@@ -61,7 +61,11 @@ class ChatPrompts:
         texts = iter(transcripts)
         chat = [{"role": _role(m), "content": _content(m, texts)} for m in run.request.messages]
         text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        return Prompt(self._tokenizer.encode(text, add_special_tokens=False))  # the template has written them
+        heard = sum(len(self._ids(transcript.strip())) for transcript in transcripts)
+        return Prompt(self._ids(text), audio_tokens=heard)
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)  # the template has written them
 
 
 def _role(message: Message) -> str:

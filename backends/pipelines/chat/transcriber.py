@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage `transcriber`: the audio parts of a request to text, by Whisper, a chunk per part."""
+"""Stage `transcriber`: the audio parts of a request to text, by Whisper: a chunk per part for the thinker, or
+timed segments for the client (operation `transcription`).
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from backends.core.engine import Event, Finished, Progress, Run, Send
+from backends.core.engine import Event, Finished, Output, Progress, Run, Send
 from backends.core.pipeline import EngineContext
 from backends.pipelines.chat.options import TranscriberOptions, model_folder, read_options
 from backends.pipelines.chat.sound import SAMPLE_RATE_HZ, WINDOW_SAMPLES, Clip, clips_of, windows
@@ -21,11 +23,27 @@ NO_SPEECH, LOW_LOG_PROBABILITY = 0.6, -1.0  # Whisper's own bounds: likely no sp
 SURELY_NO_SPEECH = 0.8  # silence has 0.95 and yet a firm "you"; speech, faint or late in a window, stays below 0.4
 
 
+OUTPUT = "transcript"
+"""Name of the output for clients."""
+LANGUAGE = "english"
+SECONDS_PER_MARK = 0.02
+FIRST_MARK_S = 1.0  # Whisper's own bound: the first words begin within the first second, or the mark says so
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Words, and when they are said, in seconds of their window."""
+
+    start_s: float
+    end_s: float
+    text: str
+
+
 class Ear(Protocol):
     """What understands one window of sound."""
 
-    def hear(self, samples: np.ndarray) -> str:
-        """The words in at most 30 s of mono sound at 16 kHz; empty if there are none."""
+    def hear(self, samples: np.ndarray, timed: bool = False) -> list[Segment]:
+        """The words in at most 30 s of mono sound at 16 kHz: one segment, or if `timed` one per phrase; or none."""
         ...
 
 
@@ -47,25 +65,40 @@ class WhisperEar:
         self._begin = [settings.decoder_start_token_id, *(token for _, token in settings.forced_decoder_ids or ())]
         self._end: int = settings.eos_token_id
         self._no_speech: int = settings.no_speech_token_id
+        self._no_marks: int = self._begin[-1]
         self._never = torch.tensor(settings.suppress_tokens, device=device)
         self._not_first = torch.tensor(settings.begin_suppress_tokens, device=device)
 
-    def hear(self, samples: np.ndarray) -> str:
+    def hear(self, samples: np.ndarray, timed: bool = False) -> list[Segment]:
         torch = self._torch
         with torch.inference_mode():
             given = self._features(samples, sampling_rate=SAMPLE_RATE_HZ, return_tensors="pt")
             heard = self._model.model.encoder(given.input_features.to(self._device, torch.float32))
-            tokens, log_probability, no_speech = self._decode(heard)
+            tokens, log_probability, no_speech = self._decode(heard, timed)
         hardly_believed = log_probability / (len(tokens) + 1) < LOW_LOG_PROBABILITY
         if no_speech > SURELY_NO_SPEECH or (no_speech > NO_SPEECH and hardly_believed):
-            return ""
-        return self._tokenizer.decode(tokens, skip_special_tokens=True).strip()
+            return []
+        return list(self._segments(tokens, len(samples) / SAMPLE_RATE_HZ))
 
-    def _decode(self, heard: Any) -> tuple[list[int], float, float]:
+    def _segments(self, tokens: Sequence[int], length_s: float) -> Iterator[Segment]:
+        """Phrases between two marks; what has no mark around it reaches to the window's borders."""
+        start_s, words = 0.0, list[int]()
+        for token in (*tokens, self._end):
+            is_mark = token > self._no_marks
+            if not is_mark and token != self._end:
+                words.append(token)
+                continue
+            at_s = min((token - self._no_marks - 1) * SECONDS_PER_MARK if is_mark else length_s, length_s)
+            text = self._tokenizer.decode(words, skip_special_tokens=True).strip()
+            if text:
+                yield Segment(round(start_s, 2), round(max(start_s, at_s), 2), text)
+            start_s, words = at_s, []
+
+    def _decode(self, heard: Any, timed: bool) -> tuple[list[int], float, float]:
         """(tokens, their log-probability together, probability that there is no speech)."""
         torch = self._torch
         tokens: list[int] = []
-        total, no_speech, cache, ids = 0.0, 0.0, None, self._begin
+        total, no_speech, cache, ids = 0.0, 0.0, None, self._begin[:-1] if timed else self._begin
         while len(tokens) < MAX_TOKENS:
             given = torch.tensor([ids], device=self._device)
             out = self._model(encoder_outputs=heard, decoder_input_ids=given, past_key_values=cache, use_cache=True)
@@ -74,6 +107,8 @@ class WhisperEar:
                 no_speech = float(out.logits[0, 0].softmax(-1)[self._no_speech])
                 scores[self._not_first] = -torch.inf
             scores[self._never] = -torch.inf
+            if timed:
+                self._keep_marks_in_order(scores, tokens)
             best = int(scores.argmax())
             total += float(scores.log_softmax(-1)[best])
             if best == self._end:
@@ -81,6 +116,26 @@ class WhisperEar:
             tokens.append(best)
             ids = [best]
         return tokens, total, no_speech
+
+    def _keep_marks_in_order(self, scores: Any, tokens: Sequence[int]) -> None:
+        """Whisper's grammar: a phrase stands between two marks, marks never go back, the likelier kind comes."""
+        torch, first_mark = self._torch, self._no_marks + 1
+        scores[self._no_marks] = -torch.inf
+        marks = [token for token in tokens if token >= first_mark]
+        after_mark = bool(tokens) and tokens[-1] >= first_mark
+        if not tokens:
+            scores[:first_mark] = -torch.inf
+            scores[first_mark + round(FIRST_MARK_S / SECONDS_PER_MARK) + 1 :] = -torch.inf
+        elif after_mark and len(marks) % 2:  # a phrase has begun: now its words
+            scores[first_mark:] = -torch.inf
+        elif after_mark:  # it has ended: the next one begins, or nothing comes
+            scores[: self._end] = -torch.inf
+        if marks:
+            is_open_end = after_mark and not len(marks) % 2
+            scores[first_mark : marks[-1] + (0 if is_open_end else 1)] = -torch.inf
+        likely = scores.log_softmax(-1)
+        if likely[first_mark:].logsumexp(-1) > likely[:first_mark].max():
+            scores[:first_mark] = -torch.inf
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +148,7 @@ class Hearing:
     index: int = 0
     seconds: float = 0.0
     heard_s: float = 0.0
+    is_heard: bool = False
 
 
 class TranscriberEngine:
@@ -129,12 +185,14 @@ class TranscriberEngine:
         if not live.windows:
             live.windows.extend(windows(live.clips.popleft().resampled()))
         window = live.windows.popleft()
-        live.texts.append(self._ear.hear(window))
+        segments = self._ear.hear(window, timed=OUTPUT in run.wanted)
+        events: list[Event] = [_said(run, live, segment) for segment in segments if OUTPUT in run.wanted]
+        live.texts += [segment.text for segment in segments]
         live.heard_s += len(window) / SAMPLE_RATE_HZ
-        events: list[Event] = [Progress(run, {"heard_s": round(live.heard_s, 3), "audio_s": round(live.seconds, 3)})]
+        events.append(Progress(run, {"heard_s": round(live.heard_s, 3), "audio_s": round(live.seconds, 3)}))
         if not live.windows:
-            text = " ".join(text for text in live.texts if text)
-            events.append(Send(run, meta={"index": live.index, "text": text}))
+            if run.feeds:
+                events.append(Send(run, meta={"index": live.index, "text": " ".join(live.texts)}))
             live.texts.clear()
             live.index += 1
         if live.windows or live.clips:
@@ -145,6 +203,14 @@ class TranscriberEngine:
 
     def close(self) -> None:
         self._runs.clear()
+
+
+def _said(run: Run, live: Hearing, segment: Segment) -> Output:
+    """A segment for the client, in seconds of all the audio. Joined, the texts are the whole transcript."""
+    text = segment.text if not live.is_heard else f" {segment.text}"
+    live.is_heard = True
+    start_s, end_s = (round(live.heard_s + at_s, 2) for at_s in (segment.start_s, segment.end_s))
+    return Output(run, OUTPUT, meta={"text": text, "start_s": start_s, "end_s": end_s, "language": LANGUAGE})
 
 
 def transcriber_engine(context: EngineContext) -> TranscriberEngine:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from backends.ar.options import SamplingDefaults
-from backends.ar.sampling import refusal, sampling_arguments, stage_sampling
+from backends.ar.sampling import check_max_tokens, refusal, sampling_arguments, stage_sampling
 from backends.core.errors import BadRequest
 from backends.core.generate import Sampling
 
@@ -38,6 +38,14 @@ def test_max_tokens_never_exceeds_the_room():
     assert arguments(room=7)["max_tokens"] == 7
     assert arguments(Sampling(max_tokens=5), room=7)["max_tokens"] == 5
     assert arguments(Sampling(max_tokens=5000), room=7)["max_tokens"] == 7
+
+
+def test_more_tokens_than_a_context_has_are_refused():
+    check_max_tokens(Sampling(), 2048)
+    check_max_tokens(Sampling(max_tokens=2048), 2048)
+    with pytest.raises(BadRequest, match="at most 2048") as caught:
+        check_max_tokens(Sampling(max_tokens=10**9), 2048)
+    assert caught.value.where == "sampling.max_tokens"
 
 
 def test_a_seed_of_minus_one_is_still_a_seed():

@@ -43,7 +43,7 @@ def test_health_tells_the_truth(proxy: RunningProxy, backend: FakeBackend) -> No
     assert answer.json()["pipelines"]["fake"]["stages"]["words"]["state"] == "ready"
     backend.not_ready = {"painter": "restarting"}
     answer = httpx.get(f"{proxy.root}/health")
-    assert answer.status_code == 503 and answer.json()["status"] == "unavailable"
+    assert answer.status_code == 503 and answer.json()["status"] == "unavailable" and answer.headers["retry-after"]
     assert answer.json()["pipelines"]["fake"]["ready"] is True
     assert answer.json()["pipelines"]["painter"]["stages"]["words"]["state"] == "restarting"
 
@@ -76,9 +76,21 @@ def test_size(backend: FakeBackend) -> None:
         url = f"{proxy.root}/v1/chat/completions"
         announced = httpx.post(url, content=b"x" * 1001)
         assert announced.status_code == 413 and announced.json()["error"]["code"] == "content_too_large"
-        chunked = httpx.post(url, content=iter([b"x" * 600, b"x" * 600]))
-        assert chunked.status_code == 413
+        for chunks in ([b"x" * 600, b"x" * 600], [b"x" * 600] * 3):
+            assert httpx.post(url, content=iter(chunks)).status_code == 413
         assert httpx.post(url, json=CHAT).status_code == 200
+
+
+def test_a_client_that_sends_all_before_it_listens_gets_its_413(backend: FakeBackend) -> None:
+    body = b"x" * (16 << 20)  # more than the kernel's buffers hold: unread, it would be answered by a reset
+    with running_proxy(backend, Settings(max_body_bytes=8 << 20)) as proxy:
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=30) as connection:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=30) as patient:
+            patient.sendall(head.replace("host: x", "host: x\r\nexpect: 100-continue").encode())
+            assert patient.recv(1 << 16).startswith(b"HTTP/1.1 413 "), "who asks first need not send"
 
 
 def test_unknown_routes_and_methods(proxy: RunningProxy) -> None:

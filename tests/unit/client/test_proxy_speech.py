@@ -92,7 +92,8 @@ def test_events(proxy: RunningProxy) -> None:
         ({"voice": {"id": "bob"}}, "voice", "invalid_value"),
         ({"response_format": "midi"}, "response_format", "unsupported_value"),
         ({"speed": 5}, "speed", "invalid_value"),
-        ({"instructions": "sing"}, "instructions", "unsupported_value"),
+        ({"instructions": "sing"}, "instructions", "invalid_value"),
+        ({"input": "\U0001f600"}, "input", "invalid_value"),
         ({"extra_body": {"sped": 2}}, "sped", "unknown_parameter"),
     ],
 )

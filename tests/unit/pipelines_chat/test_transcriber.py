@@ -8,21 +8,24 @@ import pytest
 
 from backends.config.paths import models_dir
 from backends.core.chunk import Tensor
-from backends.core.engine import Finished, Progress, Run, Send
+from backends.core.engine import Finished, Output, Progress, Run, Send
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest, Message, Part
 from backends.pipelines.chat.sound import SAMPLE_RATE_HZ, WINDOW_SAMPLES
-from backends.pipelines.chat.transcriber import TranscriberEngine, WhisperEar
+from backends.pipelines.chat.transcriber import Segment, TranscriberEngine, WhisperEar
 from tests.kit import drive
 
 
 class LevelEar:
     """Says how loud a window is, in hundredths; nothing for silence."""
 
-    def hear(self, samples: np.ndarray) -> str:
+    def hear(self, samples: np.ndarray, timed: bool = False) -> list[Segment]:
         assert len(samples) <= WINDOW_SAMPLES
         level = round(100 * float(np.abs(samples).max()))
-        return str(level) if level else ""
+        length_s = len(samples) / SAMPLE_RATE_HZ
+        half_s = length_s / 2 if timed else length_s
+        halves = (Segment(0.0, half_s, str(level)), Segment(half_s, length_s, str(level)))
+        return list(halves if timed else halves[:1]) if level else []
 
 
 def engine() -> TranscriberEngine:
@@ -56,6 +59,17 @@ def test_a_long_part_is_one_transcript_and_shows_progress() -> None:
     assert [e.meta for e in events if isinstance(e, Send)] == [{"index": 0, "text": "40 40 40"}]
     heard = [e.meta["heard_s"] for e in events if isinstance(e, Progress)]
     assert len(heard) == 3 and heard == sorted(heard) and heard[-1] == 70.0
+
+
+def test_a_client_gets_timed_segments_of_all_the_audio() -> None:
+    run = asking((0.4, 40))
+    run.wanted, run.feeds = frozenset({"transcript"}), False
+    events = drive.run_with(engine(), run)
+    said = [event.meta for event in events if isinstance(event, Output)]
+    assert "".join(meta["text"] for meta in said) == "40 40 40 40"
+    times = [at_s for meta in said for at_s in (meta["start_s"], meta["end_s"])]
+    assert times == sorted(times) and (times[0], times[-1]) == (0.0, 40.0)
+    assert not any(isinstance(event, Send) for event in events)
 
 
 def test_silence_is_an_empty_transcript() -> None:
@@ -108,7 +122,7 @@ def test_whisper_hears_nothing_in_silence_noise_and_a_tone(whisper: WhisperEar, 
     rng = np.random.default_rng(0)
     tone = 0.1 * np.sin(2 * np.pi * 440 * np.arange(count) / SAMPLE_RATE_HZ)
     for sound in (np.zeros(count), 0.01 * rng.standard_normal(count), tone):
-        assert whisper.hear(sound.astype(np.float32)) == ""
+        assert whisper.hear(sound.astype(np.float32)) == whisper.hear(sound.astype(np.float32), timed=True) == []
 
 
 @pytest.mark.models

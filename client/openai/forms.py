@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies that are forms (multipart/form-data): files, and other fields as if they had come as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.datastructures import FormData, UploadFile
+from starlette.requests import Request
+
+from client.openai.errors import ApiError, invalid
+from client.openai.fields import Fields, from_text
+
+MAX_FIELDS = 100
+_INNER = re.compile(r"\[([^\[\]]+)\]")
+
+
+@asynccontextmanager
+async def opened_form(request: Request, max_files: int) -> AsyncIterator[FormData]:
+    """The body as a form. Raises ApiError for another kind of body."""
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise ApiError(400, "The body must be multipart/form-data.", code="invalid_form")
+    async with request.form(max_files=max_files, max_fields=MAX_FIELDS) as form:
+        yield form
+
+
+async def file_in(value: UploadFile | str, param: str) -> bytes:
+    """The content of a file field. Raises ApiError if it is none."""
+    if isinstance(value, str):
+        raise invalid(param, f"'{param}' must be a file.", "invalid_type")
+    return await value.read()
+
+
+def fields_of(form: FormData, files: Collection[str]) -> Fields:
+    """The fields that are no `files`. SDKs write objects as `stages[denoiser][steps]`, arrays as `include[]`."""
+    values: dict[str, Any] = {}
+    for key, value in form.multi_items():
+        if key in files:
+            continue
+        if isinstance(value, UploadFile):
+            raise invalid(key, f"'{key}' must not be a file.", "invalid_type")
+        if key.endswith("[]"):
+            values.setdefault(key, []).append(value)
+        else:
+            _set(values, key, value)
+    return Fields(values, is_form=True)
+
+
+def _set(values: dict[str, Any], key: str, value: str) -> None:
+    name, bracket, _ = key.partition("[")
+    path = [name, *_INNER.findall(key)] if bracket else [name]
+    target = values
+    for step in path[:-1]:
+        target = target.setdefault(step, {})
+        if not isinstance(target, dict):
+            raise invalid(name, f"'{name}' is sent as a value and as an object.", "invalid_type")
+    if path[-1] in target:
+        raise invalid(key, f"'{key}' is sent twice.")
+    target[path[-1]] = from_text(value) if bracket else value

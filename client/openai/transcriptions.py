@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/audio/transcriptions: the words in a sound file, with their times if the client wants them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from backends.wire import Event, GenerateRequest, Message
+from client.media import Media
+from client.openai import extras, sse
+from client.openai.calls import Call, open_pieces
+from client.openai.errors import ApiError, invalid, missing, unsupported
+from client.openai.fields import Fields
+from client.openai.forms import fields_of, file_in, opened_form
+from client.openai.messages import blaming
+from client.pieces import Piece
+
+FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
+PARAMS = {"messages": "file", "messages[0].content[0]": "file", "audio": "file"}
+GRANULARITIES = "timestamp_granularities[]"
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How the client wants its transcript."""
+
+    model: str
+    response_format: str
+    is_stream: bool
+    options: Json
+
+
+@dataclass
+class Transcript:
+    """Segments as they come."""
+
+    segments: list[Json] = field(default_factory=list[Json])
+    language: str = ""
+    end: Event = field(default_factory=lambda: Event("end"))
+
+    def on(self, piece: Piece) -> str:
+        """Take a piece; returns its text."""
+        if piece.event.type == "end":
+            self.end = piece.event
+        if piece.event.type != "transcript" or piece.text is None:
+            return ""
+        meta = piece.event.meta
+        self.language = meta.get("language", self.language)
+        self.segments.append(
+            {"id": len(self.segments), "start": meta["start_s"], "end": meta["end_s"], "text": piece.text}
+        )
+        return piece.text
+
+    @property
+    def text(self) -> str:
+        """All words."""
+        return "".join(segment["text"] for segment in self.segments)
+
+    @property
+    def usage(self) -> Json:
+        """OpenAI counts the sound that was heard by the second."""
+        return {"type": "duration", "seconds": math.ceil(self.end.usage.get("audio_input_s", 0))}
+
+    def events(self, run: int, piece: Piece) -> Iterable[bytes]:
+        """The same as server-sent events."""
+        if delta := self.on(piece):
+            yield _event("transcript.text.delta", {"delta": delta})
+        if piece.event.type == "end":
+            yield _event("transcript.text.done", {"text": self.text, "usage": self.usage})
+
+
+async def transcribe(request: Request) -> Response:
+    """Write down what is said."""
+    media = Media()
+    async with opened_form(request, max_files=1) as form:
+        wish = read_wish(fields_of(form, ("file",)))
+        if "file" not in form:
+            raise missing("file")
+        data = await file_in(form["file"], "file")
+    with blaming("file", "invalid_audio"):
+        part = await asyncio.to_thread(media.audio, data)
+    asked = GenerateRequest(operation="transcription", messages=(Message("user", (part,)),), **wish.options)
+    pieces = await open_pieces(request, Call(wish.model, asked, PARAMS, media.tensors))
+    transcript = Transcript()
+    if wish.is_stream:
+        await pieces.begin()
+        return sse.response(sse.body(pieces, transcript.events, sse.error_event))
+    async for _, piece in pieces:
+        transcript.on(piece)
+    return ANSWERS[wish.response_format](transcript)
+
+
+async def translate(request: Request) -> Response:
+    """POST /v1/audio/translations: nothing here translates."""
+    message = "No model here translates speech; /v1/audio/transcriptions writes it down in its own language."
+    raise ApiError(400, message, code="unsupported_value", param="model")
+
+
+def read_wish(fields: Fields) -> Wish:
+    """The fields beside the file. Raises ApiError naming the parameter."""
+    model = fields.text("model", needed=True) or ""
+    response_format = fields.choice("response_format", FORMATS, "json") or "json"
+    is_stream = fields.flag("stream")
+    if is_stream and response_format not in ("json", "text"):
+        raise unsupported("response_format", f"A stream carries text alone, not '{response_format}'.")
+    for granularity in fields.items(GRANULARITIES) or ():
+        if granularity != "segment":
+            raise unsupported(GRANULARITIES, f"Times are known by 'segment', not by '{granularity}'.")
+        if response_format != "verbose_json":
+            raise invalid(GRANULARITIES, "Times are part of the 'response_format' 'verbose_json'.")
+    if fields.text("prompt"):
+        raise unsupported("prompt", "A prompt is not supported here.")
+    if fields.number("temperature", 0, 1):
+        raise unsupported("temperature", "The likeliest words are written down: 'temperature' can only be 0.")
+    options = extras.request(fields)
+    fields.choice("chunking_strategy", ("auto",))
+    fields.nothing_else()
+    return Wish(model, response_format, is_stream, options)
+
+
+def _json(transcript: Transcript) -> Response:
+    return JSONResponse({"text": transcript.text, "usage": transcript.usage})
+
+
+def _text(transcript: Transcript) -> Response:
+    return PlainTextResponse(f"{transcript.text}\n")
+
+
+def _verbose(transcript: Transcript) -> Response:
+    return JSONResponse(
+        {
+            "task": "transcribe", "language": transcript.language, "text": transcript.text,
+            "duration": transcript.end.usage.get("audio_input_s", 0), "segments": transcript.segments,
+            "usage": transcript.usage,
+        }
+    )  # fmt: skip
+
+
+def _srt(transcript: Transcript) -> Response:
+    blocks = [f"{s['id'] + 1}\n{_span(s, ',')}\n{s['text'].strip()}\n" for s in transcript.segments]
+    return PlainTextResponse("\n".join(blocks), media_type="application/x-subrip")
+
+
+def _vtt(transcript: Transcript) -> Response:
+    blocks = [f"{_span(s, '.')}\n{s['text'].strip()}\n" for s in transcript.segments]
+    return PlainTextResponse("\n".join(["WEBVTT\n", *blocks]), media_type="text/vtt")
+
+
+ANSWERS: dict[str, Callable[[Transcript], Response]] = {
+    "json": _json, "text": _text, "verbose_json": _verbose, "srt": _srt, "vtt": _vtt,
+}  # fmt: skip
+
+
+def _span(segment: Json, point: str) -> str:
+    return f"{_clock(segment['start'], point)} --> {_clock(segment['end'], point)}"
+
+
+def _clock(at_s: float, point: str) -> str:
+    ms = round(at_s * 1000)
+    return f"{ms // 3_600_000:02}:{ms // 60_000 % 60:02}:{ms // 1000 % 60:02}{point}{ms % 1000:03}"
+
+
+def _event(kind: str, content: Json) -> bytes:
+    return sse.data({"type": kind, **content}, kind)
