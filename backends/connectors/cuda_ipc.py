@@ -61,13 +61,16 @@ class DeviceView:
 
 
 def gpu_uuid(device: int = 0) -> str:
-    """UUID of a visible GPU; "" where there is none."""
+    """UUID of a visible GPU whose memory other processes can open; "" where there is none."""
     try:
         runtime = _runtime()
         count = _check(runtime.cudaGetDeviceCount())
+        can_share = runtime.cudaDeviceAttr.cudaDevAttrIpcEventSupport  # CUDA's manual names it as the test
+        if device >= count or not _check(runtime.cudaDeviceGetAttribute(can_share, device)):
+            return ""
     except (ImportError, RuntimeError):
         return ""
-    return _check(runtime.cudaGetDeviceProperties(device)).uuid.bytes.hex() if device < count else ""
+    return _check(runtime.cudaGetDeviceProperties(device)).uuid.bytes.hex()
 
 
 class DeviceSlab:

@@ -24,9 +24,9 @@ LENGTHS = [24, 17, 40, 12, 32, 20, 28, 9]
 STEP_LIMIT = 3000
 
 
-def make_engine(folder, **options):
+def make_engine(folder, device="cpu", **options):
     given = {"model": str(folder), "dtype": "float32", "kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 8} | options
-    return thinker_engine(EngineContext("chat", "thinker", given))
+    return thinker_engine(EngineContext("chat", "thinker", given, device))
 
 
 def chat(text, upstream=(), feeds=False, messages=None, priority=0, **sampling):

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from backends.ar.environment import worker_environment
+from tests.kit.gpu import BUILD
 
 
 def become_ar_worker() -> None:
     """Set the worker's variables here; skips the test module where there is no vLLM."""
-    for name, value in worker_environment({}, "cpu", Path(sys.prefix)).items():
+    for name, value in worker_environment({}, BUILD, Path(sys.prefix)).items():
         if name != "LD_PRELOAD":  # too late for a process that runs already
             os.environ.setdefault(name, value)
     pytest.importorskip("vllm", reason="needs the engine environment (make setup)")

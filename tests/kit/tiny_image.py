@@ -25,12 +25,12 @@ def save_tiny_image(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def engine_of(folder: Path, **options: Any) -> Any:
+def engine_of(folder: Path, device: str = "cpu", **options: Any) -> Any:
     """A diffusion engine over a checkpoint; `options` are its deploy values. Everything shares a step."""
     from backends.diffusion.engine import DiffusionEngine
 
     given = {"model": str(folder), "step_overhead_tokens": 100_000} | options
-    return DiffusionEngine(EngineContext("image", STAGE, given))
+    return DiffusionEngine(EngineContext("image", STAGE, given, device))
 
 
 def image_run(prompt: str, **options: Any) -> Run:

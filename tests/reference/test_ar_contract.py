@@ -13,6 +13,7 @@ from tests.kit.ar_runs import make_engine
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.checkpoints import tiny_llama
 from tests.kit.engine_contract import CHECKS, Subject, check_name
+from tests.kit.gpu import VLLM_DEVICES
 from tests.kit.tiny_omni import tiny_omni
 
 become_ar_worker()
@@ -24,8 +25,8 @@ WORDS = (40, 41, 42, 43, 44, 45)
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
-    return Subject(
-        lambda: make_engine(folder, enable_prefix_caching=False),
+    return lambda device: Subject(
+        lambda: make_engine(folder, device, enable_prefix_caching=False),
         GenerateRequest(messages=(Message("user", "hello"),), sampling=Sampling(temperature=0.0, max_tokens=12)),
         refused=GenerateRequest(),
         wanted=frozenset({"text"}),
@@ -39,8 +40,8 @@ def frames(tmp_path_factory):
     options |= {"sampling": {"temperature": 0.0, "max_tokens": 15}}
     ids = _special(folder)
     prompt = [ids["start"], ids["user"], 30, 31, ids["start"], ids["assistant"], 32]
-    return Subject(
-        lambda: PIPELINE.stage("talker").engine(EngineContext("qwen3_omni", "talker", options)),
+    return lambda device: Subject(
+        lambda: PIPELINE.stage("talker").engine(EngineContext("qwen3_omni", "talker", options, device)),
         GenerateRequest(),
         refused=GenerateRequest(voice="nobody"),
         upstream="thinker",
@@ -58,5 +59,6 @@ def _special(folder):
 
 @pytest.mark.parametrize("kind", ["text", "frames"])
 @pytest.mark.parametrize("check", CHECKS, ids=check_name)
-def test_contract(check, kind, request):
-    check(request.getfixturevalue(kind))
+@pytest.mark.parametrize("device", VLLM_DEVICES)
+def test_contract(check, kind, device, request):
+    check(request.getfixturevalue(kind)(device))

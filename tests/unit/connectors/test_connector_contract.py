@@ -16,6 +16,7 @@ from backends.connectors.shm import ShmConnector
 from backends.core.chunk import Tensor
 from tests.kit.connector_contract import CHECKS, Carrier, check_name, closing, larger_than_the_slab_takes_another_way
 from tests.kit.fake_device import FakeDevice
+from tests.kit.gpu import NEEDS_GPU, OwnSlab, bytes_of, on_gpu
 
 
 def _inline(window, limit):
@@ -55,6 +56,18 @@ def _on_device(name, array):
 def test_shm_with_a_device_store(check):
     """The path of GPU tensors, over a store in host memory."""
     check(Carrier("device", _device_pair, _on_device, outlives=False))
+
+
+def _gpu_pair(window, limit):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ends = (ShmConnector(Link(s), OwnSlab(nbytes=8 << 20), Credits(window, limit)) for s in (ours, theirs))
+    return closing(*ends)
+
+
+@pytest.mark.parametrize("check", [pytest.param(check, id=check_name(check), marks=NEEDS_GPU) for check in CHECKS])
+def test_cuda_ipc(check):
+    """The same path over a GPU's memory; that it can be opened by another process is test_shm_processes'."""
+    check(Carrier("cuda_ipc", _gpu_pair, on_gpu, outlives=False, read=bytes_of))
 
 
 def test_shm_with_its_real_slab():

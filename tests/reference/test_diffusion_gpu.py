@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The diffusion engine on a GPU: the pictures are those of the CPU, alone and sharing steps, but for rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.kit.gpu import NEEDS_GPU
+from tests.kit.tiny_image import engine_of, finish, image_run, pictures, save_tiny_image
+
+pytest.importorskip("torch")
+pytestmark = [*NEEDS_GPU, pytest.mark.timeout(300)]
+
+ROUNDING = 3  # of 255: float32 on both, but sums in another order, over up to nine steps
+
+
+def runs():
+    return [
+        image_run("a red handwritten 7", width=64, height=64, steps=6, seed=1),
+        image_run("3", negative_prompt=" ", true_cfg_scale=2.5, width=64, height=96, steps=9, seed=2, n=2),
+        image_run("two", width=32, height=64, steps=4, seed=3),
+    ]
+
+
+def drawn(engine, together):
+    made = runs()
+    events = []
+    for run in made:
+        engine.open(run)
+        if not together:
+            events += finish(engine)
+    events += finish(engine)
+    engine.close()
+    return [picture for run in made for picture in pictures(events, run)]
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
+def test_pictures_are_those_of_the_cpu(tmp_path, together):
+    folder = save_tiny_image(tmp_path / "tiny")
+    here, there = drawn(engine_of(folder), together), drawn(engine_of(folder, "cuda"), together)
+    assert len(here) == len(there) == 4
+    for cpu, gpu in zip(here, there, strict=True):
+        assert np.abs(cpu.astype(int) - gpu.astype(int)).max() <= ROUNDING
