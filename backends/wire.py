@@ -39,11 +39,38 @@ from backends.core.generate import (
     encode_request,
 )
 from backends.core.ids import new_request_id
+from backends.core.traces import TRACEPARENT, Traces, traces
 
 __all__ = [
-    "AUDIO", "EVENT", "IMAGE", "OPEN", "REQUEST", "SHORT_FORM", "STREAM", "TEXT_INPUT", "TEXT_OUTPUT", "VIDEO",
-    "WIRE_VERSION", "BadRequest", "Deadlines", "Event", "GenerateRequest", "Message", "OmniError", "Part", "Sampling",
-    "decode_event", "decode_request", "encode_event", "encode_request", "from_line", "new_request_id", "short_form",
+    "AUDIO",
+    "EVENT",
+    "IMAGE",
+    "OPEN",
+    "REQUEST",
+    "SHORT_FORM",
+    "STREAM",
+    "TEXT_INPUT",
+    "TEXT_OUTPUT",
+    "TRACEPARENT",
+    "VIDEO",
+    "WIRE_VERSION",
+    "BadRequest",
+    "Deadlines",
+    "Event",
+    "GenerateRequest",
+    "Message",
+    "OmniError",
+    "Part",
+    "Sampling",
+    "Traces",
+    "decode_event",
+    "decode_request",
+    "encode_event",
+    "encode_request",
+    "from_line",
+    "new_request_id",
+    "short_form",
+    "traces",
     "with_stream",
 ]  # fmt: skip
 
@@ -116,7 +143,7 @@ SHORT_FORM: dict[str, tuple[str, type]] = {
 }
 """Request parameter → (place in GenerateRequest, type). Lists are comma-separated text, dicts are JSON text."""
 
-_IGNORED_PARAMETERS = frozenset({"id", "triton_enable_empty_final_response", "binary_data_output"})
+_IGNORED_PARAMETERS = frozenset({"id", "triton_enable_empty_final_response", "binary_data_output", TRACEPARENT})
 
 
 def short_form(text: str, parameters: Mapping[str, Any], stream: bool) -> GenerateRequest:

@@ -52,10 +52,12 @@ class AsyncClient:
         media: Mapping[str, np.ndarray] = NO_MEDIA,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        traceparent: str = "",
     ) -> AsyncGenerator[Piece, None]:
         """Pieces of the answer as they come; the last has the event "end". Raises OmniError.
 
         `media` are the tensors that message parts are slices of; client.media.Media makes both.
+        `traceparent` is the W3C trace context that the server's spans go on from.
         `request_id` is the id that `abort` ends the request by; without one it gets one, which its events name.
         Closing the iterator (or cancelling the task that waits for it) cancels the request at once.
         """
@@ -64,7 +66,11 @@ class AsyncClient:
             "inputs": inputs_of(request, media),
             "request_id": request_id or wire.new_request_id(),
         }
-        stream: Any = self._triton.stream_infer(_once(call), stream_timeout=timeout_s, headers=self._headers)
+        headers = self._headers
+        if traceparent:  # the parameter for our spans, the header for Triton's own
+            call["parameters"] = {wire.TRACEPARENT: traceparent}
+            headers = {**headers, wire.TRACEPARENT: traceparent}
+        stream: Any = self._triton.stream_infer(_once(call), stream_timeout=timeout_s, headers=headers)
         try:
             async for result, error in stream:
                 if error is not None:

@@ -31,6 +31,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m pip install --break-system-packages --no-deps . \
     && python3 -m pip install --break-system-packages numpy "msgspec>=0.19,<1" virtualenv \
+        "opentelemetry-sdk>=1.30,<2" "opentelemetry-exporter-otlp-proto-http>=1.30,<2" \
     && python3 -m virtualenv /opt/triton-omni/engine \
     && /opt/triton-omni/engine/bin/pip install ".[${ENGINE_EXTRAS}]" ${PIP_ARGS} \
     && for file in backends/pipelines/*/requirements-engine.txt; do \

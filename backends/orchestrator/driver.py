@@ -23,11 +23,13 @@ from backends.core.errors import BadRequest, DeadlineExceeded, Internal, OmniErr
 from backends.core.generate import encode_request
 from backends.core.ids import new_run_id
 from backends.core.pipeline import Pipeline
+from backends.core.traces import traces
 from backends.orchestrator.admission import Admission
 from backends.orchestrator.check import check_request, check_request_id
 from backends.orchestrator.live import Arrival, Collected, Limits, Live
 from backends.orchestrator.metrics import CLIENT, Metrics
 from backends.orchestrator.ports import Front, OpenCall, Opener, Piece
+from backends.orchestrator.traces import write
 from backends.wire import WIRE_VERSION, Event
 
 log = logging.getLogger("triton_omni.orchestrator")
@@ -99,6 +101,7 @@ class Orchestrator:
         self.deploy = deploy
         self.hub = hub
         self.metrics = Metrics(pipeline)
+        self.traces = traces(pipeline.name)
         self.lives: dict[bytes, Live] = {}
         self.admission: Admission[Live] = Admission(deploy.max_live, deploy.max_queue)
         self._opener = opener
@@ -203,6 +206,7 @@ class Orchestrator:
             peer.send(msg.Stop(run))
             return
         live.addresses[stage] = address
+        live.accepted_s[stage] = self._clock()
         live.peers[stage] = peer
         self._apply(live, life.Accepted(stage))
 
@@ -399,7 +403,7 @@ class Orchestrator:
 
     def _end(self, live: Live, end: life.End) -> None:
         now = self._clock()
-        live.ended_s = now
+        live.end, live.ended_s = end, now
         self._count_end(live, end, now)
         if end.outcome is life.Outcome.FAILED:
             error = end.error or Internal("failed without a reason")
@@ -426,7 +430,8 @@ class Orchestrator:
         """Drop a request that is Done and whose handles are all put away."""
         if live.machine.outcome is None or live.machine.open_runs or live.closing:
             return
-        self.lives.pop(live.run, None)
+        if self.lives.pop(live.run, None) is not None and self.traces is not None:
+            write(self.traces, live)
         self.admission.leave(live)
 
     # --- losses and time -----------------------------------------------------------------------------------------

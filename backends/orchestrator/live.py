@@ -27,6 +27,7 @@ class Arrival:
     request: GenerateRequest
     media: dict[str, int]
     inputs: Any
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,8 @@ class Live:
     delivered  usage counts of what was sent, for a request that is cut short
     last_s     output → time of its latest piece
     stats      stage → what its worker measured, once its run has ended
+    accepted_s stage → time at which its run was known to be in a worker
+    end        set once, with `ended_s`
     """
 
     run: bytes
@@ -118,7 +121,9 @@ class Live:
     delivered: dict[str, float] = field(default_factory=dict[str, float])
     last_s: dict[str, float] = field(default_factory=dict[str, float])
     stats: dict[str, RunStats] = field(default_factory=dict[str, RunStats])
+    accepted_s: dict[str, float] = field(default_factory=dict[str, float])
     player: Player = field(default_factory=Player)
+    end: End | None = None
 
     def count(self, output: str, chunk: Chunk) -> None:
         """Add a piece that is sent to what was delivered."""

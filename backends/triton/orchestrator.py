@@ -81,6 +81,8 @@ class TritonPythonModel:
         self.senders.close()
         self.watch.close()
         remove_record(self._run_dir, self._model, self._instance)
+        if self.orchestrator.traces is not None:
+            self.orchestrator.traces.close()
         self._hub.close()
         if not drained:
             # The destructor of a dead stage's iterator waits for ever, holding up the unload of everything. The
@@ -101,7 +103,8 @@ class TritonPythonModel:
         if sum(t.spec.nbytes for t in media.values()) > self._deploy.max_media_bytes:
             raise BadRequest(f"media tensors may have {self._deploy.max_media_bytes} bytes together", min(media))
         counts = {name: int(np.prod(t.spec.shape)) for name, t in media.items()}
-        return Arrival(front, front.request_id, decoded, counts, media)
+        traceparent = tensors.traceparent(request) if self.orchestrator.traces is not None else ""
+        return Arrival(front, front.request_id, decoded, counts, media, traceparent)
 
     def _stage_states(self) -> dict[str, dict[str, Any]]:
         """Stage → state of its instances, from their records."""

@@ -12,6 +12,7 @@ import triton_python_backend_utils as pb
 
 from backends.core.chunk import Tensor
 from backends.core.errors import BadRequest
+from backends.core.traces import TRACEPARENT
 
 
 def self_check() -> None:
@@ -70,6 +71,14 @@ def parameters(request: Any) -> dict[str, Any]:
     """The request's parameters."""
     text = request.parameters()
     return json.loads(text) if text else {}
+
+
+def traceparent(request: Any) -> str:
+    """The W3C context to go on from: Triton's own span where it traces (`--trace-config mode=opentelemetry`), else
+    the request's parameter.
+    """
+    context = request.trace().get_context()
+    return str((json.loads(context) if context else parameters(request)).get(TRACEPARENT, ""))
 
 
 def text_output(name: str, value: str | bytes) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from backends import wire
 from client.fetch import is_any, is_public
 from client.openai import chat, edits, images, models, speech, transcriptions
 from client.openai.backend import Backend
@@ -21,6 +23,7 @@ from client.openai.calls import Shared
 from client.openai.errors import ApiError
 from client.openai.guard import MAX_BODY_BYTES, Guard
 from client.openai.metrics import Metrics, show_metrics
+from client.openai.tracing import Traced
 from client.openai.transcripts import Transcripts
 
 ROUTES = (
@@ -65,14 +68,18 @@ def make_app(backend: Backend, settings: Settings) -> Starlette:
         max_body_bytes=settings.max_body_bytes,
     )
 
+    traces = wire.traces("triton-omni-proxy")
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await backend.close()
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
 
     app = Starlette(
         routes=list(ROUTES),
-        middleware=[guard],
+        middleware=[Middleware(Traced, traces=traces), guard],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},  # pyright: ignore[reportArgumentType]
         lifespan=lifespan,
     )

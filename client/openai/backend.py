@@ -24,6 +24,7 @@ class Backend(Protocol):
         media: Mapping[str, np.ndarray] = NO_MEDIA,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        traceparent: str = "",
     ) -> AsyncGenerator[Piece, None]: ...
 
     async def health(self, pipeline: str) -> dict[str, Any]: ...

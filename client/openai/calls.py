@@ -149,7 +149,8 @@ async def open_pieces(request: Request, call: Call) -> Pieces:
     pipeline = await shared.catalogue.pipeline_of(call.model)
     sources = [
         shared.backend.generate(
-            pipeline, call.request_of(run), media=call.media, request_id=request.state.request_id
+            pipeline, call.request_of(run), media=call.media,
+            request_id=request.state.request_id, traceparent=request.state.traceparent,
         )
         for run in range(call.runs)
     ]  # fmt: skip

@@ -70,6 +70,7 @@ class FakeBackend:
         media: Mapping[str, np.ndarray] = NO_MEDIA,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        traceparent: str = "",
     ) -> AsyncGenerator[Piece, None]:
         call = Seen(pipeline, request, media, request_id)
         self.seen.append(call)

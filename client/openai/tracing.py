@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One span per HTTP request, and the trace context that goes on to the server with every call."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from backends import wire
+from client.openai.metrics import CLIENT_GONE
+
+SERVER_ERROR = 500
+
+
+class Traced:
+    """ASGI middleware. Sets `state.traceparent`: the request's own span, or the client's where none is written."""
+
+    def __init__(self, app: ASGIApp, *, traces: wire.Traces | None) -> None:
+        self._app = app
+        self._traces = traces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["traceparent"] = Headers(scope=scope).get(wire.TRACEPARENT, "")
+        if self._traces is None:
+            await self._app(scope, receive, send)
+            return
+        span = self._traces.begin(f"{scope['method']} {scope['path']}", state["traceparent"])
+        state["traceparent"] = self._traces.traceparent(span)
+        status = CLIENT_GONE
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            facts = {"http.request.method": scope["method"], "url.path": scope["path"]}
+            facts |= {"http.response.status_code": status, "omni.request_id": state.get("request_id", "")}
+            self._traces.end(span, facts, f"status {status}" if status >= SERVER_ERROR else "")
