@@ -15,6 +15,7 @@ from backends.core.generate import GenerateRequest
 from backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.chain import Chain
+from tests.kit.gpu import HAS_GPU
 from tests.kit.omni_chats import CHATS, check, code2wav, engines, references, request
 from tests.kit.tiny_omni import Reference, tiny_omni
 
@@ -110,12 +111,10 @@ def test_rows_of_any_length_sound_in_a_batch_as_alone(folder):
         assert np.abs(np.concatenate(sound) - np.concatenate(alone)).max() < 1e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")
 def test_a_graph_says_what_the_network_says(folder):
     """Any number of windows of any length: those that fit a graph and those that run without one."""
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     many = [random_codes(frames, seed) for seed, frames in enumerate((1, 7, 33, 60, 4, 29))]
     plain = decode(code2wav(folder, device="cuda"), many)
     graphs = decode(code2wav(folder, device="cuda", cuda_graph_windows=[1, 4]), many)
