@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """One small file per model instance in the server's run folder: who it is, where it listens, how it is.
 
-Written by the instance's stub, read by the orchestrator (health) and the supervisor. A record whose process is
-gone stays behind after kill -9; readers compare pid and start time.
+Written by the instance's stub, read by the orchestrator (health) and the supervisor. The stub's loop touches it: a
+record that grew old belongs to a process that is stopped or stuck. One whose process is gone stays behind after
+kill -9; readers compare pid and start time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-State = Literal["starting", "ready", "restarting", "gave_up"]
+Role = Literal["stage", "orchestrator"]
+State = Literal["starting", "ready", "restarting", "gave_up", "stuck"]
+SILENT_S = 1.5  # a record not touched for so long is called stuck, whatever it says
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +26,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     instance: str
-    role: Literal["stage", "orchestrator"]
+    role: Role
     pid: int
     start_time: int
     state: State
@@ -46,6 +50,12 @@ def write_record(run_dir: Path, record: InstanceRecord) -> None:
     fresh.replace(path)
 
 
+def touch_record(run_dir: Path, model: str, instance: str) -> None:
+    """A sign of life; never brings back a record that was removed."""
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(record_path(run_dir, model, instance))
+
+
 def remove_record(run_dir: Path, model: str, instance: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         record_path(run_dir, model, instance).unlink()
@@ -56,5 +66,7 @@ def read_records(run_dir: Path) -> list[InstanceRecord]:
     found: list[InstanceRecord] = []
     for path in sorted(run_dir.glob("*#*.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            found.append(msgspec.json.decode(path.read_bytes(), type=InstanceRecord))
+            record = msgspec.json.decode(path.read_bytes(), type=InstanceRecord)
+            silent = time.time() - path.stat().st_mtime > SILENT_S
+            found.append(msgspec.structs.replace(record, state="stuck") if silent else record)
     return found

@@ -17,9 +17,10 @@ from typing import Any
 from backends.config.schema import OrchestratorDeploy
 from backends.control import messages as msg
 from backends.control.hub import Hub, Lost, Peer
+from backends.control.records import State
 from backends.core import request as life
 from backends.core.chunk import Chunk
-from backends.core.errors import BadRequest, DeadlineExceeded, Internal, OmniError, StageFailed, TooBusy
+from backends.core.errors import BadRequest, DeadlineExceeded, Internal, OmniError, StageFailed, TooBusy, Unavailable
 from backends.core.generate import encode_request
 from backends.core.ids import new_run_id
 from backends.core.pipeline import Pipeline
@@ -127,6 +128,10 @@ class Orchestrator:
         """Say that a response of a run could not be sent."""
         self.hub.post(AnswerFailed(run, error))
 
+    @property
+    def state(self) -> State:
+        return "stuck" if self._opener.stuck else "ready"
+
     # --- the loop ------------------------------------------------------------------------------------------------
     def turn(self, timeout_s: float = TICK_S) -> None:
         """One turn: take what came in, start what may start, look at the clock."""
@@ -190,7 +195,7 @@ class Orchestrator:
                 self._note(run, stage, stats)
                 self._apply_to(run, life.Failed(stage, error.error()))
             case msg.Ping():
-                peer.send(msg.Ping(self.hub.name, "ready", len(self.lives)))
+                peer.send(msg.Ping(self.hub.name, self.state, len(self.lives)))
             case Lost():
                 self._on_lost(peer, stage)
             case _:
@@ -253,12 +258,12 @@ class Orchestrator:
         return Event("end", arrival.request_id, outcome="completed", finish_reason="stop", meta={"aborted": len(found)})
 
     def health(self, request_id: str = "") -> Event:
-        """The pipeline's state: ready if every stage has a ready instance."""
+        """The pipeline's state: ready if runs can be opened and every stage has a ready instance."""
         stages = self._stage_states()
         for stage in self.pipeline.stages:
             bound = sum(1 for live in self.lives.values() if stage.name in live.machine.open_runs)
             stages.setdefault(stage.name, {"state": "missing", "instances": 0})["live"] = bound
-        ready = all(s["state"] == "ready" for s in stages.values())
+        ready = self.state == "ready" and all(s["state"] == "ready" for s in stages.values())
         meta = {
             "pipeline": self.pipeline.name,
             "version": WIRE_VERSION,
@@ -441,6 +446,8 @@ class Orchestrator:
             self._apply(live, life.Failed(stage, StageFailed("the stage's worker died", stage), lost=True))
 
     def _check_deadlines(self, now: float) -> None:
+        if self._opener.stuck:
+            self._fail_unopened()
         for live in list(self.lives.values()):
             if live.machine.outcome is None:
                 error = live.expired(now)
@@ -448,6 +455,13 @@ class Orchestrator:
                     self._apply(live, life.Expired(error))
             elif live.ended_s is not None and now - live.ended_s > STOP_GRACE_S:
                 self._give_up(live)
+
+    def _fail_unopened(self) -> None:
+        """The opener does not come back: who waits for it must not wait on. Runs that are open go on."""
+        for live in list(self.lives.values()):
+            for stage in live.machine.open_runs:
+                if stage not in live.handles and stage not in live.peers:
+                    self._on_open_failed(live.run, stage, Unavailable("Triton opens no runs any more", stage))
 
     def _give_up(self, live: Live) -> None:
         """Close the runs of an ended request that do not answer to Stop."""

@@ -54,6 +54,11 @@ class OpenCall:
 class Opener(Protocol):
     """Opens runs through Triton, one at a time; answers are posted to the orchestrator's hub by the callbacks."""
 
+    @property
+    def stuck(self) -> bool:
+        """True if a call has been under way for so long that it will not return: nothing can be opened any more."""
+        ...
+
     def open(self, call: OpenCall, opened: Callable[[Any], None], failed: Callable[[OmniError], None]) -> None:
         """Open a run. `opened` gets a handle that must be closed or buried exactly once."""
         ...

@@ -182,6 +182,9 @@ class Supervisor:
 
     def _reload(self, model: str) -> str:
         """Unload, then load: for a model that Triton believes loaded and unchanged, `load` alone does nothing."""
+        for record in read_records(self.plan.launch.run_dir.path):
+            if (record.model, record.role, record.state) == (model, "stage", "stuck"):
+                processes.send(record.pid, record.start_time, signal.SIGKILL)  # it would never answer an unload
         api = self.plan.launch.api()
         unloaded = api.unload(model, UNLOAD_TIMEOUT_S)
         error = api.load(model, self.plan.start_timeout_s)
@@ -296,10 +299,10 @@ class Supervisor:
 
 
 def look_at(record: InstanceRecord) -> Seen:
-    """One instance as it is now. Only a ready one is probed: its stub says itself that the others are not."""
+    """One instance as it is now. One that starts is not probed: its stub says itself that it is not ready."""
     alive = processes.is_alive(record.pid, record.start_time)
     answered = False
-    if alive and record.state == "ready":
+    if alive and record.state in ("ready", "stuck"):
         try:
             probe(record.address, PROBE_TIMEOUT_S)
             answered = True

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-Role = Literal["stage", "orchestrator"]
-State = Literal["starting", "ready", "restarting", "gave_up"]
+from backends.control.records import Role, State
 
 
 @dataclass(frozen=True)
 class Bounds:
     """How patient the supervisor is. All in seconds, except the two counts.
 
-    silent_s       no answer from a live server or orchestrator for so long means hung
+    silent_s       no answer from a live server or orchestrator, or a stub that is stuck, for so long means hung
     stage_silent_s the same for a stage's worker; above the stages' own hang_s, so that the stub heals it first
     not_ready_s    a stub may spend so long on getting its worker back
     healthy_s      so long without trouble forgets the earlier tries
@@ -128,8 +126,9 @@ class Watch:
         if dead:
             return self._restart(dead, seen.now_s)
         wrong = self._wrong_models(seen)
-        self.troubles = tuple(wrong.values())
-        by_orchestrator = {s.model for s in seen.instances if s.role == "orchestrator"} & set(wrong)
+        stuck = {s.model: f"{s.name}: stuck" for s in seen.instances if s.state == "stuck" and s.stub_alive}
+        self.troubles = tuple((stuck | wrong).values())
+        by_orchestrator = {s.model for s in seen.instances if s.role == "orchestrator" and not _unloads(s)} & set(wrong)
         if by_orchestrator:
             return self._restart(wrong[min(by_orchestrator)], seen.now_s)
         actions: list[Action] = []
@@ -178,10 +177,12 @@ class Watch:
 
     def _instance_trouble(self, instance: Seen, now_s: float) -> str:
         silent = instance.state == "ready" and not instance.answered and instance.stub_alive
-        unready = instance.state != "ready" and instance.stub_alive
+        unready = instance.state not in ("ready", "stuck") and instance.stub_alive
         bound_s = self.bounds.stage_silent_s if instance.role == "stage" else self.bounds.silent_s
         hung = self._lasts(f"silent {instance.name}", silent, now_s, bound_s)
-        stuck = self._lasts(f"unready {instance.name}", unready, now_s, self.bounds.not_ready_s)
+        long_unready = self._lasts(f"unready {instance.name}", unready, now_s, self.bounds.not_ready_s)
+        stopped = instance.state == "stuck" and instance.stub_alive
+        stuck = self._lasts(f"stuck {instance.name}", stopped, now_s, self.bounds.silent_s)
         if not instance.stub_alive:
             return f"{instance.name}: its stub has died"
         if instance.state == "gave_up":
@@ -189,6 +190,8 @@ class Watch:
         if hung:
             return f"{instance.name}: no sign of life for {bound_s:.0f} s"
         if stuck:
+            return f"{instance.name}: stuck for {self.bounds.silent_s:.0f} s"
+        if long_unready:
             return f"{instance.name}: '{instance.state}' for {self.bounds.not_ready_s:.0f} s"
         return ""
 
@@ -218,3 +221,8 @@ class Watch:
             return []
         self._restarts.note(now_s, self.bounds)
         return [RestartServer(why)]
+
+
+def _unloads(instance: Seen) -> bool:
+    """True for an orchestrator that can end its requests itself: one that answers, but opens no runs any more."""
+    return instance.state == "stuck" and instance.stub_alive and instance.answered

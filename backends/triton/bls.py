@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from backends.triton.tensors import tensor_output
 
 log = logging.getLogger("triton_omni.bls")
 
+STUCK_S = 10.0  # a call takes a millisecond; one that lasts so long waits for a stub that is dead or stopped
 KEPT_ITERATORS = 256  # drained ones are kept a while: destroying one races with Triton's own clean-up on 24.10
 GRAVEYARD_S = 3.0
 
@@ -36,8 +38,14 @@ class BlsOpener:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._drained: deque[Any] = deque(maxlen=KEPT_ITERATORS)
         self.graveyard: list[Any] = []
+        self._began_s: float | None = None  # when the call under way began
         self._thread = threading.Thread(target=self._run, name="bls", daemon=True)
         self._thread.start()
+
+    @property
+    def stuck(self) -> bool:
+        began_s = self._began_s
+        return began_s is not None and time.monotonic() - began_s > STUCK_S
 
     def open(self, call: OpenCall, opened: Callable[[Any], None], failed: Callable[[OmniError], None]) -> None:
         def job() -> None:
@@ -64,7 +72,7 @@ class BlsOpener:
     def stop(self) -> bool:
         """End the thread, then drain what was buried: a stage that lost only its worker has sent its FINAL since.
 
-        False if an iterator does not end (its stub is dead); the process must then not run its destructor.
+        False if a call or an iterator does not end (its stub is dead); the process must then not run destructors.
         """
         self._jobs.put(None)
         last = threading.Thread(target=self._drain_graveyard, name="bls-graveyard", daemon=True)
@@ -72,10 +80,10 @@ class BlsOpener:
         last.join(GRAVEYARD_S)
         if self.graveyard:
             log.error("%d streams of dead stages never ended", len(self.graveyard))
-        return not self.graveyard
+        return not self.graveyard and not self._thread.is_alive()
 
     def _exec(self, call: OpenCall) -> Any:
-        """Open one run; returns its iterator. Waits until the stage accepts: between two steps of its engine."""
+        """Open one run; returns its iterator. The stage's stub answers on receipt."""
         inputs = [pb.Tensor(wire.OPEN, np.frombuffer(call.message, dtype=np.uint8))]
         inputs += [tensor_output(call.inputs[name]) for name in call.tensor_names]
         request = pb.InferenceRequest(model_name=call.model, requested_output_names=[wire.EVENT], inputs=inputs)
@@ -101,10 +109,12 @@ class BlsOpener:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            self._began_s = time.monotonic()
             try:
                 job()
             except Exception:  # the Triton border: one request's trouble must not end the thread for others
                 log.exception("a BLS call failed")
+            self._began_s = None
 
 
 def _first_line(error: BaseException) -> str:

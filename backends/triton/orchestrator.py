@@ -18,7 +18,7 @@ from backends import wire
 from backends.config import paths
 from backends.config.schema import OrchestratorDeploy, from_parameters
 from backends.control.hub import Hub
-from backends.control.records import InstanceRecord, read_records, remove_record, write_record
+from backends.control.records import read_records
 from backends.core.errors import BadRequest, Internal, OmniError
 from backends.core.ids import new_request_id
 from backends.orchestrator.check import MEDIA
@@ -31,6 +31,7 @@ from backends.triton.bls import BlsOpener
 from backends.triton.logs import use_triton_log
 from backends.triton.metrics import OrchestratorMetrics
 from backends.triton.placement import instance_id
+from backends.triton.presence import Presence
 from backends.triton.replies import error_response, read_request, send_last
 from backends.triton.senders import CancelWatch, Senders
 
@@ -49,18 +50,18 @@ class TritonPythonModel:
         self._pipeline = load(given.pop("pipeline"))
         self._deploy = from_parameters(given, OrchestratorDeploy, f"model {name}")
         self._run_dir = paths.run_dir(os.getppid())
-        self._instance = instance_id(args)
-        self._model = name
-        self._hub = Hub(f"{self._pipeline.name}/", self._run_dir / f"{name}_{self._instance}.{os.getpid()}.sock")
+        instance = instance_id(args)
+        self._hub = Hub(f"{self._pipeline.name}/", self._run_dir / f"{name}_{instance}.{os.getpid()}.sock")
         self.senders = Senders()
         self.watch = CancelWatch()
         self._opener = BlsOpener()
         self.orchestrator = Orchestrator(self._pipeline, self._deploy, self._hub, self._opener, self._stage_states)
         self.metrics = OrchestratorMetrics(self._pipeline.name, self.orchestrator)
+        self._presence = Presence(self._run_dir, name, instance, "orchestrator", self._hub.address)
+        self._presence.say("ready")
         self._closing = False
         self._loop = threading.Thread(target=self._run, name="orchestrator", daemon=True)
         self._loop.start()
-        self._write_record()
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -77,10 +78,10 @@ class TritonPythonModel:
         self._closing = True
         self._hub.wake()
         self._loop.join(5.0)
+        self._presence.remove()
         drained = self._opener.stop()
         self.senders.close()
         self.watch.close()
-        remove_record(self._run_dir, self._model, self._instance)
         if self.orchestrator.traces is not None:
             self.orchestrator.traces.close()
         self._hub.close()
@@ -94,6 +95,7 @@ class TritonPythonModel:
         while not self._closing:
             try:
                 self.orchestrator.turn()
+                self._presence.say(self.orchestrator.state)
             except Exception:  # the loop border: one request's trouble must not end the loop for others
                 log.exception("a turn of the loop failed")
 
@@ -124,21 +126,6 @@ class TritonPythonModel:
                     "ready_s": best.ready_s,
                 }
         return states
-
-    def _write_record(self) -> None:
-        pid = os.getpid()
-        write_record(
-            self._run_dir,
-            InstanceRecord(
-                model=self._model,
-                instance=self._instance,
-                role="orchestrator",
-                pid=pid,
-                start_time=paths.start_time(pid),
-                state="ready",
-                address=self._hub.address,
-            ),
-        )
 
 
 class _Front:

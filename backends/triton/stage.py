@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,6 @@ from backends.config import paths
 from backends.config.schema import StageDeploy, from_parameters
 from backends.control import messages as msg
 from backends.control.hub import Hub
-from backends.control.records import InstanceRecord, remove_record, write_record
 from backends.core.chunk import Chunk, Tensor
 from backends.core.errors import BadRequest, Internal, OmniError
 from backends.core.ids import new_request_id, new_run_id
@@ -32,6 +30,7 @@ from backends.triton import placement, tensors
 from backends.triton.logs import use_triton_log
 from backends.triton.metrics import StageMetrics
 from backends.triton.opens import read_open
+from backends.triton.presence import Presence
 from backends.triton.replies import FINAL, error_response, read_request, send_last
 from backends.triton.senders import CancelWatch, Senders
 from backends.triton.stage_loop import Call, StageLoop
@@ -61,7 +60,9 @@ class TritonPythonModel:
         self.watch = CancelWatch()
         self.metrics = StageMetrics(self._pipeline.name, self.stage.name, self._instance)
         self._keeper = Keeper(self._command(args))
-        self._loop = StageLoop(self.stage.name, self._deploy, self._keeper, self._hub, self._note, self._write_record)
+        self._loop = StageLoop(self.stage.name, self._deploy, self._keeper, self._hub, self._note)
+        self._presence = Presence(self._run_dir, self._model, self._instance, "stage", str(self._address))
+        self._settled = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
         self._thread.start()
@@ -82,10 +83,10 @@ class TritonPythonModel:
         self._closing = True
         self._hub.wake()
         self._thread.join(5.0)
+        self._presence.remove()
         self._keeper.stop()
         self.senders.close()
         self.watch.close()
-        remove_record(self._run_dir, self._model, self._instance)
         self._hub.close()
 
     # --- start -----------------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ class TritonPythonModel:
 
     def _wait_ready(self) -> None:
         """Ready when the worker says so; its load error becomes the model's."""
-        self._loop.settled.wait()
+        self._settled.wait()
         if self._loop.refusal:
             self.finalize()
             raise pb.TritonModelException(f"stage {self.stage.name}: {self._loop.refusal}")
@@ -117,8 +118,17 @@ class TritonPythonModel:
         while not self._closing:
             try:
                 self._loop.turn()
+                self._say()
             except Exception:  # the loop border: one call's trouble must not end the loop for others
                 log.exception("a turn of the loop failed")
+
+    def _say(self) -> None:
+        """Bring the record up to date before anybody hears that we are ready."""
+        keeper = self._keeper
+        ready_s = 0.0 if keeper.ready_s is None else keeper.ready_s - keeper.started_s
+        self._presence.say(keeper.state, keeper.pid, keeper.restarts, ready_s)
+        if self._loop.settled:
+            self._settled.set()
 
     def _note(self, ping: msg.Ping) -> None:
         self.metrics.note(ping.numbers, ping.live, self._keeper.restarts)
@@ -152,25 +162,6 @@ class TritonPythonModel:
             wanted=tuple(o.name for o in self._pipeline.outputs if o.stage == self.stage.name),
             has_inputs=has_tensors,
             direct=feeds,
-        )
-
-    def _write_record(self) -> None:
-        pid = os.getpid()
-        ready_s = time.monotonic() - self._keeper.started_s if self._keeper.state == "ready" else 0.0
-        write_record(
-            self._run_dir,
-            InstanceRecord(
-                model=self._model,
-                instance=self._instance,
-                role="stage",
-                pid=pid,
-                start_time=paths.start_time(pid),
-                state=self._keeper.state,
-                worker_pid=self._keeper.pid,
-                address=str(self._address),
-                restarts=self._keeper.restarts,
-                ready_s=round(ready_s, 3),
-            ),
         )
 
 

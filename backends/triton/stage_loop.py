@@ -9,7 +9,6 @@ the engine's step (decision 0008). Whoever has the run tells its end, and only a
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -109,19 +108,17 @@ class StageLoop:
         keeper: Keeper,
         hub: Hub,
         note: Callable[[msg.Ping], None],
-        changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`note` gets every sign of life of the worker; `changed` is called when the keeper's state may be another."""
+        """`note` gets every sign of life of the worker."""
         self.stage = stage
         self.hub = hub
         self.keeper = keeper
-        self.settled = threading.Event()
-        """Set when the first worker is ready, or never will be: then `refusal` says why."""
+        self.settled = False
+        """True when the first worker is ready, or never will be: then `refusal` says why."""
         self.refusal = ""
         self._deploy = deploy
         self._note = note
-        self._changed = changed
         self._clock = clock
         self._calls: dict[bytes, Call] = {}
         self._waiting: deque[Call] = deque()
@@ -141,7 +138,6 @@ class StageLoop:
             log.error("the worker could not be started: %s", error)
             self._settle(f"the worker could not be started: {error}")
             self.keeper.died(now)
-        self._changed()
 
     def turn(self, timeout_s: float = TURN_S) -> None:
         """One turn: take what came in, hand over what may go, look after the worker."""
@@ -280,8 +276,7 @@ class StageLoop:
             self._settle(ping.text)
         elif ping.state == "ready" and self.keeper.state != "ready":
             self.keeper.is_ready(self._clock())
-            self._changed()
-            self.settled.set()
+            self.settled = True
         self._note(ping)
 
     def _on_lost(self) -> None:
@@ -297,16 +292,15 @@ class StageLoop:
         self._settle("the engine worker died while loading")
         if not self.refusal:
             self.keeper.died(self._clock())
-            self._changed()
 
     def _death(self) -> OmniError:
         return StageFailed("the stage's worker died", self.stage)
 
     def _settle(self, refusal: str) -> None:
         """The first worker will never be ready. The first reason counts; later workers are the keeper's business."""
-        if not self.settled.is_set():
+        if not self.settled:
             self.refusal = refusal
-            self.settled.set()
+            self.settled = True
 
     def _keep_worker(self) -> None:
         """Start a dead worker when it is due; end one that gives no sign of life, or does not become ready."""

@@ -83,6 +83,7 @@ class FakeOpener:
         self.handles: list[str] = []
         self.closed: list[str] = []
         self.buried: list[str] = []
+        self.stuck = False
 
     def open(self, call: OpenCall, opened: Callable[[Any], None], failed: Callable[[OmniError], None]) -> None:
         self.calls.append((call, opened, failed))

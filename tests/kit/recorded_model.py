@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from backends.control import Hub
 from backends.control.messages import Ping
-from backends.control.records import InstanceRecord, write_record
+from backends.control.records import InstanceRecord, touch_record, write_record
 from backends.supervisor.processes import start_time
 
 
@@ -25,7 +25,7 @@ class TritonPythonModel:
         folder = Path(os.environ["TRITON_OMNI_RUN_DIR"])
         name = args["model_name"]
         hub = Hub(name, folder / f"{name}.sock")
-        threading.Thread(target=answer, args=(hub, folder / f"{name}.mute"), daemon=True).start()
+        threading.Thread(target=answer, args=(hub, folder, name), daemon=True).start()
         write_record(folder, InstanceRecord(
             model=name, instance="0_0", role=parameters["role"]["string_value"], pid=os.getpid(),
             start_time=start_time(os.getpid()), address=hub.address, state="ready",
@@ -36,11 +36,13 @@ class TritonPythonModel:
         return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", t)]) for t in tensors]
 
 
-def answer(hub, mute):
+def answer(hub, folder, name):
+    mute = folder / f"{name}.mute"
     while True:
-        for peer, item in hub.poll(1.0):
+        for peer, item in hub.poll(0.25):
             if isinstance(item, Ping) and not mute.exists():
                 peer.send(Ping(state="ready"))
+        touch_record(folder, name, "0_0")
 """
 _CONFIG = """
 backend: "python"

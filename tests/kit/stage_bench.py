@@ -93,11 +93,7 @@ class StageBench:
         self.keeper = SocketKeeper(folder / "worker.sock")
         self.hub = Hub("toy/tokens")
         self.orchestrator = Side(Hub("toy/", folder / "orchestrator.sock"))
-        self.states: list[str] = []
-        self.loop = StageLoop(
-            "tokens", StageDeploy(**deploy), self.keeper, self.hub,
-            lambda ping: None, lambda: self.states.append(self.keeper.state), self.clock,
-        )  # fmt: skip
+        self.loop = StageLoop("tokens", StageDeploy(**deploy), self.keeper, self.hub, lambda ping: None, self.clock)
         self.from_worker: list[Any] = []
         self.loop.start()
 

@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 
+from backends.config.schema import OrchestratorDeploy
 from backends.control import probe
 from tests.kit.calls import health, idle
 from tests.kit.load import Life, Plan, body, run_many, run_one
@@ -33,6 +34,8 @@ def test_killed_worker(toy: RunningServer, victim: str) -> None:
     killed_s = time.monotonic()
     os.kill(health(toy)["stages"][victim]["worker_pids"][0], signal.SIGKILL)
     wait_for(lambda: not health(toy)["ready"], 2.0, "health tells the truth")
+    left_s = 2.0 - (time.monotonic() - killed_s)
+    wait_for(lambda: health(toy)["live"] <= 12 - 6 * len(needs), left_s, "who needs it has failed, others may go on")
     clients.join(60)
     ends = Counter((plan.body["modalities"][0], life.ends[0]) for plan, life in zip(plans, lives, strict=True))
     died = f"error [stage_failed:{victim}] the stage's worker died"
@@ -42,7 +45,20 @@ def test_killed_worker(toy: RunningServer, victim: str) -> None:
     wait_for(lambda: health(toy)["ready"], 30, "the worker is back by itself")
     assert run_one(toy.grpc, Plan(body(5))).ends == ["length"]
     wait_for(lambda: idle(toy), 2.0, "every slot free")
+    serves_its_live_limit(toy)
     assert time.monotonic() - killed_s < 60
+
+
+def serves_its_live_limit(toy: RunningServer) -> None:
+    """As many requests as may be in work are in work at the same time, and all of them end well."""
+    limit = OrchestratorDeploy().max_live
+    plan, lives = Plan(body(40, ("text",), tokens={"delay_s": 0.05}), timeout_s=60), list[Life]()
+    clients = threading.Thread(target=lambda: lives.extend(run_many(toy.grpc, [plan] * limit, limit)))
+    clients.start()
+    address = toy.instance("toy_tokens").address
+    wait_for(lambda: probe(address, 5).live == limit, 20, "all of them are in work")
+    clients.join(60)
+    assert [life.ends for life in lives] == [["length"]] * limit
 
 
 def test_worker_that_kills_itself_and_one_that_raises(toy: RunningServer) -> None:

@@ -11,7 +11,15 @@ import pytest
 
 from backends.control import messages
 from backends.control.messages import Accepted, Failed, Finished, Hello, Open, Ping, Progress, Received, Release, Stop
-from backends.control.records import InstanceRecord, read_records, record_path, remove_record, write_record
+from backends.control.records import (
+    SILENT_S,
+    InstanceRecord,
+    read_records,
+    record_path,
+    remove_record,
+    touch_record,
+    write_record,
+)
 from backends.core.errors import ErrorInfo
 
 RUN = bytes(range(16))
@@ -75,3 +83,16 @@ def test_files_that_are_not_records_are_left_out(tmp_path):
     (tmp_path / "worker.log").write_bytes(b"x")
     assert [r.model for r in read_records(tmp_path)] == ["toy_wave"]
     assert read_records(tmp_path / "missing") == []
+
+
+def test_a_record_nobody_touches_is_stuck_until_somebody_does(tmp_path):
+    write_record(tmp_path, _record())
+    path = record_path(tmp_path, "toy_wave", "0_0")
+    written_s = path.stat().st_mtime
+    os.utime(path, (written_s, written_s - SILENT_S - 1))
+    assert [r.state for r in read_records(tmp_path)] == ["stuck"]
+    touch_record(tmp_path, "toy_wave", "0_0")
+    assert [r.state for r in read_records(tmp_path)] == ["ready"]
+    remove_record(tmp_path, "toy_wave", "0_0")
+    touch_record(tmp_path, "toy_wave", "0_0")
+    assert read_records(tmp_path) == []

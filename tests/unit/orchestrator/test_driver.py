@@ -716,3 +716,24 @@ def test_a_stub_heard_after_its_worker_changes_nothing(play, tmp_path):
     s.kill("stub")
     s.finish("tokens", client.run, "stop")
     assert client.ended is not None
+
+
+def test_when_nothing_can_be_opened_any_more_those_who_wait_for_it_fail_and_the_others_go_on(play):
+    s = play()
+    open_run = s.ask(chat("text"))
+    s.accept()
+    waiting = s.ask(chat("text"))
+    message, opened, _ = s.take_call()
+    assert s.orchestrator.health().meta["ready"]
+    s.opener.stuck = True
+    s.pass_time(1.0)
+    assert waiting.failed.line() == "[unavailable:tokens] Triton opens no runs any more"
+    assert s.orchestrator.state == "stuck"
+    assert not s.orchestrator.health().meta["ready"]
+    s.finish("tokens", open_run.run)
+    assert open_run.ended is not None
+    s.answer(opened)  # it came back after all
+    s.stages["tokens"].reply(message.reply, msg.Accepted(message.run, s.stages["tokens"].hub.address))
+    s.turn()
+    assert s.stages["tokens"].stops == [message.run]
+    assert s.opener.buried == s.opener.handles[-1:]

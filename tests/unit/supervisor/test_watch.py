@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from backends.control.records import Role, State
 from backends.supervisor.watch import (
     Action,
     Bounds,
@@ -14,9 +15,7 @@ from backends.supervisor.watch import (
     Observation,
     Reload,
     RestartServer,
-    Role,
     Seen,
-    State,
     Watch,
 )
 
@@ -124,6 +123,34 @@ def test_a_healed_worker_resets_the_bound(watch: Watch) -> None:
 
 def test_a_stub_that_gave_up_is_reloaded_at_once(watch: Watch) -> None:
     assert kinds(watch.decide(seen(0, instance(state="gave_up", answered=False)))) == [Reload]
+
+
+def test_a_stuck_stage_stub_is_a_trouble_at_once_and_reloaded_after_the_bound(watch: Watch) -> None:
+    stuck = instance(state="stuck")
+    assert watch.decide(seen(0, stuck)) == []
+    assert watch.troubles == ("m#0: stuck",)
+    assert watch.decide(seen(9.9, stuck)) == []
+    assert watch.decide(seen(10, stuck)) == [Reload("m", "m#0: stuck for 10 s")]
+
+
+def test_a_stub_that_goes_on_in_time_is_left_alone(watch: Watch) -> None:
+    watch.decide(seen(0, instance(state="stuck")))
+    watch.decide(seen(9, instance()))
+    assert watch.troubles == ()
+    assert watch.decide(seen(10, instance(state="stuck"))) == []
+
+
+def test_an_orchestrator_that_opens_nothing_but_answers_is_reloaded(watch: Watch) -> None:
+    stuck = instance("door", "orchestrator", state="stuck")
+    watch.decide(seen(0, stuck))
+    assert watch.decide(seen(10, stuck)) == [Reload("door", "door#0: stuck for 10 s")]
+
+
+def test_a_stopped_orchestrator_restarts_the_server(watch: Watch) -> None:
+    """Its clients would wait for ever: nobody ends their calls."""
+    stuck = instance("door", "orchestrator", state="stuck", answered=False)
+    watch.decide(seen(0, stuck))
+    assert kinds(watch.decide(seen(10, stuck))) == [RestartServer]
 
 
 def test_reloads_wait_longer_each_time_then_the_server_restarts(watch: Watch) -> None:

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stubs that live and do nothing, and an orchestrator whose opening never returns: seen, and put right."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from urllib.error import URLError
+
+import pytest
+
+from backends.control import probe
+from tests.kit.calls import health, idle
+from tests.kit.load import Life, Plan, body, run_one
+from tests.kit.server import TOY_REPOSITORY, RunningServer, running_server, wait_for
+
+pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
+BACK_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server([TOY_REPOSITORY], supervised=True, serve_options=["--silent-s", "8"]) as running:
+        yield running
+    assert running.processes() == []
+
+
+def is_back(server: RunningServer) -> bool:
+    try:
+        return server.health() == "ready" and health(server)["ready"]
+    except (URLError, OSError, KeyError, ValueError):
+        return False
+
+
+def stage_state(server: RunningServer, stage: str) -> str:
+    return health(server)["stages"][stage]["state"]
+
+
+def test_a_stopped_stage_stub_is_seen_and_replaced(server: RunningServer) -> None:
+    wait_for(lambda: is_back(server), BACK_S, "ready")
+    stub = server.instance("toy_wave")
+    os.kill(stub.pid, signal.SIGSTOP)
+    wait_for(lambda: stage_state(server, "wave") == "stuck", 2.0, "health tells the truth")
+    assert not health(server)["ready"]
+    assert run_one(server.grpc, Plan(body(3, ("text",)))).ends == ["length"], "text goes on"
+    wait_for(lambda: server.health() == "degraded", 10, "the supervisor says so")
+    wait_for(lambda: is_back(server) and server.instance("toy_wave").pid != stub.pid, BACK_S, "a new stub")
+    assert run_one(server.grpc, Plan(body(3))).ends == ["length"]
+
+
+def test_a_stub_that_goes_on_is_well_again(server: RunningServer) -> None:
+    wait_for(lambda: is_back(server), BACK_S, "ready")
+    stub = server.instance("toy_wave")
+    os.kill(stub.pid, signal.SIGSTOP)
+    wait_for(lambda: stage_state(server, "wave") == "stuck", 2.0, "seen")
+    os.kill(stub.pid, signal.SIGCONT)
+    wait_for(lambda: is_back(server), 10, "ready")
+    assert server.instance("toy_wave").pid == stub.pid
+    assert run_one(server.grpc, Plan(body(3))).ends == ["length"]
+
+
+def test_a_stub_killed_while_a_run_is_being_opened(server: RunningServer) -> None:
+    """BLS then waits for ever. The orchestrator says so, ends who waits for it, and is loaded anew."""
+    wait_for(lambda: is_back(server), BACK_S, "ready")
+    stub, door = server.instance("toy_wave"), server.instance("toy")
+    lives: list[Life] = []
+    client = threading.Thread(
+        target=lambda: lives.append(run_one(server.grpc, Plan(body(3, ("audio",)), timeout_s=90)))
+    )
+    os.kill(stub.pid, signal.SIGSTOP)
+    client.start()
+    wait_for(lambda: probe(door.address, 5).state == "stuck", 30, "the opening is seen not to return")
+    os.kill(stub.pid, signal.SIGKILL)
+    client.join(90)
+    assert [life.ends for life in lives] == [["error [unavailable:wave] Triton opens no runs any more"]]
+    wait_for(lambda: is_back(server) and server.instance("toy").pid != door.pid, BACK_S, "a new orchestrator")
+    assert run_one(server.grpc, Plan(body(3))).ends == ["length"]
+    wait_for(lambda: idle(server), 5.0, "every slot free")
