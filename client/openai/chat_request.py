@@ -52,19 +52,7 @@ async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
     top_logprobs = _logprobs(fields)
     runs = fields.integer("n", 1, MAX_CHOICES) or 1
     limit, limit_param = _max_tokens(fields)
-    sampling = Sampling(
-        max_tokens=limit,
-        stop=_stop(fields),
-        json_schema=_json_schema(fields),
-        temperature=fields.number("temperature", 0, 2),
-        top_p=_top_p(fields),
-        frequency_penalty=fields.number("frequency_penalty", -2, 2),
-        presence_penalty=fields.number("presence_penalty", -2, 2),
-        seed=fields.integer("seed", -(2**63), 2**63 - 1),
-        logit_bias=_logit_bias(fields),
-        logprobs=top_logprobs,
-        **extras.sampling(fields),
-    )
+    sampling = _sampling(fields, limit, top_logprobs)
     tools, tool_choice = read_tools(fields)
     one_call = fields.has("parallel_tool_calls") and not fields.flag("parallel_tool_calls")
     options = extras.request(fields)
@@ -84,6 +72,22 @@ async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
     params = PARAMS | {"sampling.max_tokens": limit_param}
     call = Call(model, request, params, reader.media.tensors, runs)
     return ChatCall(call, is_stream, with_usage, audio_format, top_logprobs, one_call)
+
+
+def _sampling(fields: Fields, limit: int | None, top_logprobs: int | None) -> Sampling:
+    return Sampling(
+        max_tokens=limit,
+        stop=_stop(fields),
+        json_schema=_json_schema(fields),
+        temperature=fields.number("temperature", 0, 2),
+        top_p=_top_p(fields),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2),
+        presence_penalty=fields.number("presence_penalty", -2, 2),
+        seed=fields.integer("seed", -(2**63), 2**63 - 1),
+        logit_bias=_logit_bias(fields),
+        logprobs=top_logprobs,
+        **extras.sampling(fields),
+    )
 
 
 def _stream(fields: Fields) -> tuple[bool, bool]:

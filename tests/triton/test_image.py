@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import queue
 from collections.abc import Iterator
@@ -12,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from PIL import Image
 
 from backends.pipelines.image import digits_data as data
 from tests.kit.calls import generate, health, idle
 from tests.kit.load import body
+from tests.kit.proxy import proxy_process
 from tests.kit.server import REPO, TOY_REPOSITORY, RunningServer, running_server, wait_for
 
 pytestmark = [pytest.mark.triton, pytest.mark.models, pytest.mark.timeout(600)]
@@ -118,6 +122,28 @@ def test_generate_answers_with_the_picture_alone(server: RunningServer, reader: 
     assert answer["event"]["type"] == "end"
     picture = np.array(answer["image"], np.uint8).reshape(64, 64, 3)
     assert reader.read(picture) == data.Reading(7, "red", "yellow")
+
+
+def test_a_chat_draws(server: RunningServer) -> None:
+    """Through the SDK: without modalities a pipeline makes what it can; choices have seeds of their own."""
+    messages: Any = [{"role": "user", "content": data.evaluation_set(1)[0][0]}]
+    with proxy_process("--triton", server.grpc) as proxy, proxy.sdk() as sdk:
+        answer = sdk.chat.completions.create(
+            model="image", messages=messages, seed=5, n=2, extra_body={"size": "96x64"}
+        )  # fmt: skip
+        pictures = [picture_at(choice.message.images[0]["image_url"]["url"]) for choice in answer.choices]  # type: ignore[attr-defined]
+        assert [p.shape for p in pictures] == [(64, 96, 3)] * 2 and not np.array_equal(*pictures)
+        with sdk.chat.completions.stream(
+            model="image", messages=messages, seed=6, modalities=["image"],  # type: ignore[list-item]
+            extra_body={"size": "96x64"},
+        ) as stream:  # fmt: skip
+            stream.until_done()
+            (streamed,) = stream.get_final_completion().choices[0].message.images  # type: ignore[attr-defined]
+    assert np.array_equal(picture_at(streamed["image_url"]["url"]), pictures[1])
+
+
+def picture_at(url: str) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
 
 
 def test_what_cannot_be_drawn_is_refused_with_the_field(server: RunningServer) -> None:

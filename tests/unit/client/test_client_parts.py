@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
@@ -22,6 +18,7 @@ from client.openai import audio as coding
 from client.openai.transcripts import Transcripts
 from client.pieces import inputs_of
 from tests.kit.fake_backend import sine
+from tests.kit.pages import web
 
 
 @pytest.mark.parametrize(
@@ -111,31 +108,6 @@ def test_media_of_a_wrong_type_are_refused_before_the_call() -> None:
 )  # fmt: skip
 def test_only_public_addresses_are_fetched_from(address: str, is_public: bool) -> None:
     assert fetching.is_public(address) is is_public
-
-
-@contextmanager
-def web(answers: dict[str, tuple[int, dict[str, str], bytes]]) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, headers, body = answers[self.path]
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join(10)
-        server.server_close()
 
 
 def fetch(url: str, allowed: bool = True) -> bytes:

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Media by URL: through the proxy, past its border, and clients that leave while something is fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import socket
+import threading
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from client import Media, MediaError
+from client import fetch as fetching
+from client.openai import audio as coding
+from client.openai.app import Settings
+from tests.kit.fake_backend import RATE_HZ, FakeBackend, sine
+from tests.kit.pages import web
+from tests.kit.proxy import running_proxy
+
+
+def picture() -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.full((4, 6, 3), 77, np.uint8)).save(file, "webp")
+    return file.getvalue()
+
+
+def asking(kind: str, url: str) -> Any:
+    return [{"role": "user", "content": [{"type": "text", "text": "?"}, {"type": kind, kind: {"url": url}}]}]
+
+
+def test_pictures_and_sounds_behind_urls_reach_the_server(backend: FakeBackend) -> None:
+    pages = {
+        "/moved": (302, {"location": "/cat.txt"}, b""),
+        "/cat.txt": (200, {"content-type": "text/plain"}, picture()),
+        "/sound": (200, {"content-type": "image/png"}, coding.encode("opus", RATE_HZ, [sine(0)] * 48)),
+    }
+    with web(pages) as root, running_proxy(backend, Settings(private_urls=True)) as proxy, proxy.sdk() as sdk:
+        sdk.chat.completions.create(model="fake", messages=asking("image_url", f"{root}/moved"))
+        sdk.chat.completions.create(model="fake", messages=asking("audio_url", f"{root}/sound"))
+    assert backend.seen[0].media["image"].size == 4 * 6 * 3
+    assert abs(len(backend.seen[1].media["audio"]) - 16_000) < 1_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "url", "code"),
+    [
+        ("image_url", "http://localhost/x", "invalid_image_url"),
+        ("audio_url", "http://[::1]/x", "invalid_audio_url"),
+        ("video_url", "http://169.254.169.254/latest", "invalid_video_url"),
+        ("video_url", "ftp://example.com/x", "invalid_video_url"),
+        ("video_url", "http://example.com:99999/x", "invalid_video_url"),
+        ("audio_url", "data:audio/wav;base64,*", "invalid_audio_url"),
+        ("audio_url", "data:audio/wav;base64,AAAA", "invalid_audio"),
+        ("video_url", "data:video/mp4;base64,AAAA", "invalid_video"),
+    ],
+)
+def test_what_is_not_read_names_the_url(sdk: openai.OpenAI, kind: str, url: str, code: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        sdk.chat.completions.create(model="fake", messages=asking(kind, url))
+    assert (caught.value.param, caught.value.code) == (f"messages[0].content[1].{kind}.url", code)
+
+
+def test_the_checked_address_is_connected_to_at_every_redirect_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def resolve(self: object, host: str, port: int, **_: object) -> list[Any]:
+        asked.append(host)
+        address = {"outside.test": "127.0.0.1", "inside.test": "127.0.0.2"}[host]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port))]
+
+    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", resolve)
+    pages: dict[str, tuple[int, dict[str, str], bytes]] = {"/good": (200, {}, b"content")}
+    with web(pages) as root:
+        port = root.rpartition(":")[2]
+        pages["/inward"] = (302, {"location": f"http://inside.test:{port}/good"}, b"")
+        only_outside = lambda address: address == "127.0.0.1"  # noqa: E731
+        read = lambda path: asyncio.run(fetching.read_url(f"http://outside.test:{port}{path}", only_outside))  # noqa: E731
+        assert read("/good") == b"content"
+        assert asked == ["outside.test"], "one look: a second one might be told another address"
+        with pytest.raises(MediaError, match="not public"):
+            read("/inward")
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_while_its_picture_is_fetched(backend: FakeBackend, is_stream: bool) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        running_proxy(backend, Settings(private_urls=True)) as proxy,
+    ):
+        silent.settimeout(10)
+        over = threading.Event()
+
+        def hold() -> None:
+            connection, _ = silent.accept()
+            connection.settimeout(10)
+            with connection:
+                while connection.recv(1 << 16):
+                    pass
+            over.set()
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        messages = asking("image_url", f"http://127.0.0.1:{silent.getsockname()[1]}/slow")
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{proxy.root}/v1/chat/completions", timeout=httpx.Timeout(10, read=0.5),
+                json={"model": "fake", "messages": messages, "stream": is_stream},
+            )  # fmt: skip
+        assert over.wait(5), "the proxy goes on fetching for nobody"  # its own bound is 15 s
+        holder.join(10)
+    assert not backend.seen
+
+
+def test_media_of_our_own_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    media = Media()
+    parts = [media.image(picture()), media.audio(sine(0), RATE_HZ), media.image(np.zeros((2, 3, 3), np.uint8))]
+    assert [(p.type, p.offset, p.length) for p in parts] == [("image", 0, 72), ("audio", 0, 500), ("image", 72, 18)]
+    assert {name: tensor.size for name, tensor in media.tensors.items()} == {"image": 90, "audio": 500}
+    for wrong in (np.zeros((2, 3, 3)), np.zeros(4, np.uint8)):
+        with pytest.raises(MediaError, match="cannot be"):
+            media.image(wrong)
+    monkeypatch.setattr("client.media.MAX_BYTES", 2_200)
+    with pytest.raises(MediaError, match="together"):
+        media.image(np.zeros((10, 10, 3), np.uint8))
+
+
+def test_sound_in_a_film_is_a_sound_and_pictures_are_no_film() -> None:
+    media = Media()
+    with pytest.raises(MediaError, match="no video"):
+        media.video(coding.encode("wav", RATE_HZ, [sine(0)]))
+    with pytest.raises(MediaError, match="no video"):
+        media.video(picture())
