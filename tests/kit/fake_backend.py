@@ -61,6 +61,8 @@ class FakeBackend:
     rate_hz: int = RATE_HZ
     operations: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     seen: list[Seen] = field(default_factory=list[Seen])
+    called: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    """Released by every call, after it is `seen`."""
 
     async def generate(
         self,
@@ -74,6 +76,7 @@ class FakeBackend:
     ) -> AsyncGenerator[Piece, None]:
         call = Seen(pipeline, request, media, request_id)
         self.seen.append(call)
+        self.called.release()
         try:
             self._refuse(request)
             for count, piece in enumerate(self._pieces(request)):
