@@ -11,7 +11,7 @@ LD_PRELOAD libiomp5        Intel's OpenMP instead of GNU's: from two threads on 
                            it can only be chosen when the process starts
 TORCH_COMPILE_DISABLE      vLLM compiles one helper of `logprobs` at its first use, 18 s in which no run advances
 VLLM_ENABLE_V1_MULTIPROCESSING  0: the engine lives in the worker's own loop, not in two more processes
-VLLM_USE_V2_MODEL_RUNNER   0: our hooks into the runner are written against the V1 runner (see upstream.py)
+VLLM_USE_V2_MODEL_RUNNER   0, unless set: our hooks have been run on the V1 runner only (see upstream_v2.py)
 VLLM_NO_USAGE_STATS, DO_NOT_TRACK  a worker talks to nobody
 """
 
@@ -27,7 +27,7 @@ def worker_environment(options: Mapping[str, Any], device: str, prefix: Path) ->
     """Variables for a worker whose interpreter lives under `prefix` (…/bin/python → …)."""
     found = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0"),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),

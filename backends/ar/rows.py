@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backends.ar.upstream import Span
+from backends.ar.hooks import Span
 
 Predict = Callable[[torch.Tensor, torch.Tensor, Sequence["torch.Generator | None"]], tuple[torch.Tensor, torch.Tensor]]
 """(hidden (runs, hidden), tokens (runs,), generators) → frames (runs, books) int64 and their summed embedding

@@ -8,7 +8,8 @@ vLLM has public seams for models and schedulers but none for rows of a step, so 
     scheduler  does not schedule a run whose next input row has not arrived
 
 Exercised on the V1 runner of the CPU build. On CUDA the same V1 runner is pinned (environment.py); CUDA graphs see the
-input rows because they are written into the runner's persistent buffer, but no GPU was at hand: untested there.
+input rows because they are written into the runner's persistent buffer, but no GPU was at hand: untested there. Hooks
+for vLLM's V2 runner, which needs a GPU, are in upstream_v2.py.
 Tensor parallel: taps and rows live in this process, so hooks ask for tensor_parallel_size 1; with more ranks rank 0
 would have to forward them (every rank computes the same rows), which is not written.
 """
@@ -16,16 +17,15 @@ would have to forward them (every rank computes the same rows), which is not wri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 import vllm
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from backends.ar.params import RUN_KEY
+from backends.ar import upstream_v2
+from backends.ar.hooks import TAP_LAYERS, Rows, Span, Taps, run_key
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -39,47 +39,6 @@ CHECKED_VERSION = "0.32."
 assert vllm.__version__.startswith(CHECKED_VERSION), (
     f"backends/ar/upstream.py was checked against vLLM {CHECKED_VERSION}*, this is {vllm.__version__}"
 )
-V1_RUNNERS = ("vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.gpu_model_runner")
-TAP_LAYERS = "omni_tap_layers"
-"""Name in additional_config: layers whose input rows are handed to `Taps` (0: the embeddings)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A run's part of one step: rows `start` to `start + count`, at `position` and on in the run's sequence."""
-
-    key: str
-    position: int
-    start: int
-    count: int
-
-
-class Taps(Protocol):
-    """Takes hidden rows out. Called after each forward pass; what must outlive the call is copied."""
-
-    def tapped(self, spans: Sequence[Span], token_ids: torch.Tensor, layers: Sequence[torch.Tensor]) -> None:
-        """`layers`: one (rows, hidden) tensor for each of TAP_LAYERS."""
-        ...
-
-
-class Rows(Protocol):
-    """Puts input rows in and takes sampled tokens out."""
-
-    def ready(self, key: str, position: int) -> bool:
-        """True if the row at `position` (and so every row before it) can be written."""
-        ...
-
-    def fill(self, spans: Sequence[Span], rows: torch.Tensor) -> None:
-        """Write the input rows of this step into `rows` (rows, hidden)."""
-        ...
-
-    def sampled(self, keys: Sequence[str], hidden: torch.Tensor, tokens: Sequence[int]) -> None:
-        """Last hidden rows (runs, hidden) and the tokens sampled from them, of runs that sampled one."""
-        ...
-
-    def positions(self, key: str) -> tuple[torch.Tensor, int] | None:
-        """M-RoPE positions (3, prompt) and the offset of later ones; None: 0, 1, 2, …"""
-        ...
 
 
 class HookedRunner:
@@ -96,7 +55,7 @@ class HookedRunner:
             self.use_aux_hidden_state_outputs = True
 
     def _init_mrope_positions(self: Any, req_state: Any) -> None:
-        given = self.rows.positions(_key(req_state)) if self.rows is not None else None
+        given = self.rows.positions(run_key(req_state)) if self.rows is not None else None
         if given is None:
             super()._init_mrope_positions(req_state)  # type: ignore[misc]
         else:
@@ -126,6 +85,10 @@ class HookedRunner:
                 self.rows.sampled([spans[i].key for i in took], hidden, [tokens[i][0] for i in took])
         return out
 
+    def features(self: Any, key: str) -> list[Any]:
+        """vLLM's features of the media in a run's prompt."""
+        return next(state for state in self.requests.values() if run_key(state) == key).mm_features
+
     def spans(self: Any, scheduler_output: Any) -> list[Span]:
         """The step's rows by run, in the order of the batch."""
         found: list[Span] = []
@@ -133,9 +96,17 @@ class HookedRunner:
         for place, request in enumerate(self.input_batch.req_ids):
             count = scheduler_output.num_scheduled_tokens[request]
             position = int(self.input_batch.num_computed_tokens_cpu[place])
-            found.append(Span(_key(self.requests[request]), position, start, count))
+            found.append(Span(run_key(self.requests[request]), position, start, count))
             start += count
         return found
+
+
+RUNNERS: dict[str, type] = {
+    "vllm.v1.worker.cpu_model_runner": HookedRunner,
+    "vllm.v1.worker.gpu_model_runner": HookedRunner,
+    "vllm.v1.worker.gpu.model_runner": upstream_v2.HookedRunner,
+}
+"""Hooks by the module of the platform's runner."""
 
 
 class HookedWorker(Worker):  # pyright: ignore[reportGeneralTypeIssues]
@@ -144,12 +115,10 @@ class HookedWorker(Worker):  # pyright: ignore[reportGeneralTypeIssues]
     def init_device(self) -> None:
         super().init_device()
         kind = type(self.model_runner)
-        if kind.__module__ not in V1_RUNNERS:
-            raise RuntimeError(
-                f"hooks are written for vLLM's V1 model runner, this is {kind.__module__}.{kind.__name__}: start the "
-                "worker with VLLM_USE_V2_MODEL_RUNNER=0"
-            )
-        self.model_runner.__class__ = type(f"Hooked{kind.__name__}", (HookedRunner, kind), {})  # type: ignore[assignment]
+        hooks = RUNNERS.get(kind.__module__)
+        if hooks is None:
+            raise RuntimeError(f"there are no hooks for vLLM's {kind.__module__}.{kind.__name__}")
+        self.model_runner.__class__ = type(f"Hooked{kind.__name__}", (hooks, kind), {})  # type: ignore[assignment]
 
 
 class GatedScheduler(Scheduler):
@@ -161,20 +130,16 @@ class GatedScheduler(Scheduler):
         if self.rows is None:
             return super().schedule(*args, **kwargs)
         for request in self.running:
-            if not self.rows.ready(_key(request), request.num_tokens - 1):
+            if not self.rows.ready(run_key(request), request.num_tokens - 1):
                 request.next_decode_eligible_step = self.current_step + 2  # schedule() counts up first
         # a preempted run computes all its rows again, the missing one too
-        held = [r for r in self.waiting if not self.rows.ready(_key(r), r.num_tokens - 1)]
+        held = [r for r in self.waiting if not self.rows.ready(run_key(r), r.num_tokens - 1)]
         self.waiting.remove_requests(held)
         try:
             return super().schedule(*args, **kwargs)
         finally:
             for request in reversed(held):
                 self.waiting.prepend_request(request)
-
-
-def _key(request: Any) -> str:
-    return request.sampling_params.extra_args[RUN_KEY]
 
 
 def hook_arguments(tap_layers: Sequence[int] = (), gated: bool = False) -> dict[str, Any]:
@@ -195,14 +160,13 @@ def runner(llm: LLMEngine) -> Any:
 
 def media_features(llm: LLMEngine, key: str) -> list[Any]:
     """vLLM's features of the media in a run's prompt, by position; asked in the step that answered it first."""
-    state = next(state for state in runner(llm).requests.values() if _key(state) == key)
-    return sorted(state.mm_features, key=lambda feature: feature.mm_position.offset)
+    return sorted(runner(llm).features(key), key=lambda feature: feature.mm_position.offset)
 
 
 def scheduled(llm: LLMEngine, key: str) -> Any:
     """The scheduler's own record of a run that was just added; it counts `num_preemptions`."""
     core: Any = llm.engine_core
-    return next(request for request in core.engine_core.scheduler.requests.values() if _key(request) == key)
+    return next(request for request in core.engine_core.scheduler.requests.values() if run_key(request) == key)
 
 
 def attach_taps(llm: LLMEngine, taps: Taps) -> None:

@@ -93,8 +93,22 @@ def see(reference, case):
     return reference.see(messages, TOKENS, FRAMES, **media)
 
 
+def _lossless(frames: np.ndarray) -> bytes:
+    """A film file that holds the pixels as they are."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as out:
+        track = out.add_stream("ffv1", rate=int(FILM_FPS))
+        track.height, track.width, track.pix_fmt = frames.shape[1], frames.shape[2], "bgr0"
+        for pixels in frames:
+            out.mux(track.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        out.mux(track.encode(None))
+    return file.getvalue()
+
+
 def openai_content(case):
-    """A case without films as the content of an OpenAI message; nothing is lost on the way."""
+    """A case without sounds of films as the content of an OpenAI message; nothing is lost on the way."""
     from PIL import Image
 
     content = []
@@ -103,7 +117,10 @@ def openai_content(case):
             content.append({"type": "text", "text": thing})
             continue
         file = io.BytesIO()
-        if kind == "image":
+        if kind == "video":
+            url = "data:video/x-matroska;base64," + base64.b64encode(_lossless(thing)).decode()
+            content.append({"type": "video_url", "video_url": {"url": url}})
+        elif kind == "image":
             Image.fromarray(thing).save(file, "PNG")
             url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
             content.append({"type": "image_url", "image_url": {"url": url}})

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks of upstream.py for vLLM's V2 model runner. UNTESTED: that runner needs a GPU, and none was at hand.
+
+tests/reference/test_ar_upstream_v2.py checks that what is overridden and read here exists in the installed vLLM, and
+what the hooks do on a runner made for the test. To try it on a GPU start the server with VLLM_USE_V2_MODEL_RUNNER=1 and
+run tests/reference/test_ar_omni*.py with device cuda; then take the pin out of environment.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from backends.ar.hooks import TAP_LAYERS, Rows, Span, Taps, run_key
+
+
+class HookedRunner:
+    """Mixed in front of the V2 model runner class."""
+
+    taps: Taps | None = None
+    rows: Rows | None = None
+    keys: dict[str, str]
+    """vLLM's request id → our key of the run"""
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.keys = {}
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        layers = self.vllm_config.additional_config.get(TAP_LAYERS, ())
+        if layers:  # before CUDA graphs are captured
+            self.model.set_aux_hidden_state_layers(tuple(layers))
+            self.use_aux_hidden_state_outputs = True
+        kind = type(self.model_state)
+        self.model_state.__class__ = type(f"Hooked{kind.__name__}", (HookedModelState, kind), {})
+        self.model_state.runner = self
+
+    def add_requests(self: Any, scheduler_output: Any) -> None:
+        self.keys |= {new.req_id: run_key(new) for new in scheduler_output.scheduled_new_reqs}
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+
+    def _remove_request(self: Any, req_id: str) -> bool:
+        removed = super()._remove_request(req_id)  # type: ignore[misc]
+        if removed:
+            del self.keys[req_id]
+        return removed
+
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        state = self.execute_model_state
+        if self.taps is not None and state is not None and state.aux_hidden_states:
+            total = state.input_batch.num_tokens
+            layers = [rows[:total] for rows in state.aux_hidden_states]
+            self.taps.tapped(self.spans(state.input_batch), state.input_batch.input_ids[:total], layers)
+        return super().sample_tokens(grammar_output)  # type: ignore[misc]
+
+    def sample(self: Any, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        found = super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
+        if self.rows is not None:
+            output, counts, _ = found
+            took = [i for i, count in enumerate(counts.tolist()) if count]  # a prompt in pieces samples nothing
+            if took:
+                tokens = output.sampled_token_ids[took, 0].tolist()
+                keys = [self.keys[input_batch.req_ids[i]] for i in took]
+                self.rows.sampled(keys, hidden_states[input_batch.logits_indices[took]], tokens)
+        return found
+
+    def features(self: Any, key: str) -> list[Any]:
+        """vLLM's features of the media in a run's prompt."""
+        request = next(request for request, its in self.keys.items() if its == key)
+        return self.encoder_cache.mm_features[request]
+
+    def spans(self: Any, input_batch: Any) -> list[Span]:
+        """The step's rows by run, in the order of the batch."""
+        starts, positions = input_batch.query_start_loc_np, input_batch.num_computed_tokens_np
+        return [
+            Span(self.keys[request], int(positions[i]), int(starts[i]), int(starts[i + 1] - starts[i]))
+            for i, request in enumerate(input_batch.req_ids)
+        ]
+
+
+class HookedModelState:
+    """Mixed in front of the class of the V2 runner's model state."""
+
+    runner: Any
+
+    def add_request(self: Any, req_index: int, new_req_data: Any) -> None:
+        super().add_request(req_index, new_req_data)  # type: ignore[misc]
+        rows: Rows | None = self.runner.rows
+        given = None if rows is None else rows.positions(run_key(new_req_data))
+        if given is not None:
+            ids = new_req_data.prefill_token_ids
+            all_of = SimpleNamespace(get_mrope_input_positions=lambda ids, _: (_longer(*given, len(ids)), given[1]))
+            self.rope_state.init_prefill_positions(req_index, all_of, ids, [])
+
+    def prepare_inputs_embeds(self: Any, scheduled_encoder_inputs: Any, input_batch: Any, req_states: Any) -> Any:
+        rows = super().prepare_inputs_embeds(scheduled_encoder_inputs, input_batch, req_states)  # type: ignore[misc]
+        if self.runner.rows is not None:
+            self.runner.rows.fill(self.runner.spans(input_batch), rows)
+        return rows
+
+
+def _longer(positions: torch.Tensor, offset: int, length: int) -> torch.Tensor:
+    """Positions (3, length): a run that was preempted computes its answer again as part of the prompt."""
+    known = positions.shape[1]
+    later = torch.arange(known, length, dtype=positions.dtype) + offset
+    return torch.cat([positions, later.expand(3, -1)], 1)
