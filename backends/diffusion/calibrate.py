@@ -94,6 +94,6 @@ def _drawing(model: Model, side: int) -> Drawing:
         partial_images=0, guidance_scale=None,
     )  # fmt: skip
     run = Run(uuid.uuid4().bytes, "calibration", GenerateRequest())
-    drawing = Drawing(run, wish, 0, prompt, None, wish.picture_tokens + prompt.count, 0.0, 0)
+    drawing = Drawing(run, wish, 0, prompt, None, wish.picture_tokens + prompt.tokens, 0.0, 0)
     model.prepare(drawing)
     return drawing

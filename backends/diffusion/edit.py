@@ -81,7 +81,7 @@ class Editor:
         return self._pipe.processor.image_processor(images=small, return_tensors="pt").to(self._device)
 
     def _features(self, prompt: Prompt, seen: Any) -> torch.Tensor:
-        """(1, prompt.count, dim)"""
+        """(1, prompt.tokens, dim)"""
         encoder = self._pipe.text_encoder
         tokens = torch.tensor([prompt.ids], device=self._device)
         hidden = encoder(

@@ -80,7 +80,7 @@ class DiffusionEngine:
             assert wish.negative_prompt is not None
             negative = self._prompt(wish, wish.negative_prompt, f"stages.{self.stage}.negative_prompt")
         picture = wish.picture_tokens + wish.source_tokens
-        tokens = sum(picture + p.count for p in (prompt, negative) if p is not None) * wish.n
+        tokens = sum(picture + p.tokens for p in (prompt, negative) if p is not None) * wish.n
         seed = secrets.randbelow(MAX_SEED + 1) if wish.seed is None else wish.seed
         drawing = Drawing(run, wish, seed, prompt, negative, tokens, self.weights(tokens), self.tokens_done)
         run.state = drawing
@@ -204,7 +204,7 @@ class DiffusionEngine:
 
     def _prompt(self, wish: Wish, text: str, field: str) -> Prompt:
         prompt = self.model.prompt(wish, text)
-        count = prompt.count - prompt.picture_tokens
+        count = prompt.tokens - prompt.picture_tokens
         if count > self.options.max_prompt_tokens:
             raise BadRequest(f"{count} tokens long; at most {self.options.max_prompt_tokens} are read", field)
         return prompt
@@ -251,7 +251,7 @@ def _meta(decode: Decode) -> dict[str, Any]:
 def _usage(drawing: Drawing) -> dict[str, float]:
     wish = drawing.wish
     return {
-        "prompt_tokens": drawing.prompt.count,
+        "prompt_tokens": drawing.prompt.tokens,
         "prompt_image_tokens": drawing.prompt.picture_tokens,
         "completion_tokens": wish.n * wish.picture_tokens,
         "images": wish.n,

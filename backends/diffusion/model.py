@@ -106,7 +106,7 @@ class Model:
                 drawing.negative = self.text.features(drawing.negative_prompt)
         channels = self.pipe.transformer.config.in_channels // 4
         drawing.latents = self.pipe.prepare_latents(
-            wish.n, channels, wish.height, wish.width, drawing.positive.dtype, self.device, generator
+            wish.n, channels, wish.height, wish.width, drawing.branches()[0].dtype, self.device, generator
         )
         drawing.scheduler = copy.deepcopy(self.pipe.scheduler)
         config = drawing.scheduler.config

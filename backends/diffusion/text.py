@@ -17,7 +17,7 @@ class Prompt(NamedTuple):
     picture_tokens: int = 0
 
     @property
-    def count(self) -> int:
+    def tokens(self) -> int:
         """Tokens the transformer sees: all but the template's first ones."""
         return len(self.ids) - self.skip
 
@@ -67,7 +67,7 @@ class PromptEncoder:
         return prompt is None or prompt in self._kept
 
     def features(self, prompt: Prompt) -> torch.Tensor:
-        """(1, prompt.count, dim) on the device."""
+        """(1, prompt.tokens, dim) on the device."""
         if prompt in self._kept:
             self._kept.move_to_end(prompt)
             return self._kept[prompt]

@@ -150,6 +150,18 @@ def test_edits_are_those_of_the_stock_pipeline(
             assert int(np.abs(ours.astype(int) - theirs.astype(int)).max()) <= (1 if tolerance else 0)
 
 
+def test_sizes_are_those_of_the_stock_pipelines() -> None:
+    from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
+
+    from backends.diffusion.options import source_size
+
+    for height in range(1, 1400, 23):
+        for width in range(1, 1400, 29):
+            for area in (1024 * 1024, 384 * 384):
+                assert source_size((height, width, 3), area) == calculate_dimensions(area, width / height)[:2]
+
+
+@pytest.mark.soak  # a minute alone, many where others use the cores, too
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_a_picture_is_brought_to_a_megapixel_as_the_stock_pipeline_does(folder, with_mask: bool) -> None:
     from backends.diffusion.upstream import QwenImageEditInpaintPipeline, QwenImageEditPipeline
@@ -261,3 +273,11 @@ def test_each_kind_of_checkpoint_says_what_it_cannot_do(several_folder, tmp_path
     assert caught.value.where == "messages[0].content[1]"
     with pytest.raises(BadRequest, match="text only"):
         engine_of(save_tiny_image(tmp_path / "tiny")).open(edit_run("x", [photo(64, 64)], steps=2))
+
+
+def test_tiled_and_bfloat16_edits(folder) -> None:
+    for options in ({"vae_tiling": True}, {"dtype": "bfloat16"}):
+        engine = engine_of(folder, defaults=SMALL, **options)
+        run = edit_run("a red 7", [photo(64, 64)], hole(64, 64), steps=3, seed=1)
+        engine.open(run)
+        assert pictures(finish(engine), run)[0].shape == (128, 128, 3)

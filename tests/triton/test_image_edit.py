@@ -45,7 +45,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("repository")
-    engine = {"model": str(checkpoint), "defaults": SMALL, "max_batch_tokens": 100_000}
+    engine = {"model": str(checkpoint), "defaults": SMALL, "step_overhead_tokens": 100_000}
     deploy = {"pipeline": MODEL, "stages": {"denoiser": {"device": "cpu", "engine": engine}}}
     (folder / "deploy.yaml").write_text(yaml.safe_dump(deploy), encoding="utf-8")
     command = [sys.executable, "-m", "backends.config.repository", "--pipeline", MODEL]

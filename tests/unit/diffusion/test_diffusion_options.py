@@ -14,6 +14,7 @@ from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest, Message, Part, Sampling
 from backends.diffusion.options import Defaults, Limits, OptionsError, read_options, read_wish
 from backends.pipelines.image.pipeline import PIPELINE
+from backends.pipelines.qwen_image_edit.pipeline import PIPELINE as EDITS
 
 STAGE = "denoiser"
 SMALL = Limits(max_pixels=1024 * 1024, max_total_pixels=2 * 1024 * 1024)
@@ -126,6 +127,48 @@ def test_a_chat_without_text_to_draw_is_refused(messages: tuple[Message, ...]) -
     assert caught.value.where.startswith("messages")
 
 
+PICTURE = Part("image", length=60, shape=(4, 5, 3))
+MASK = Part("image", offset=60, length=20, shape=(4, 5))
+
+
+def edit(*parts: Part) -> GenerateRequest:
+    return GenerateRequest(operation="edit", messages=(Message("user", (*parts, Part("text", "a fox"))),))
+
+
+def test_an_edit_is_read_from_the_last_user_message() -> None:
+    EDITS.check(edit(PICTURE, MASK))
+    wish = read_wish(edit(PICTURE, PICTURE, MASK), STAGE, SMALL, Defaults(source_pixels=512 * 512))
+    assert (wish.prompt, wish.pictures, wish.mask) == ("a fox", (PICTURE, PICTURE), MASK)
+    assert (wish.width, wish.height) == wish.sources[0] == (576, 448)
+    assert wish.source_tokens == 2 * wish.picture_tokens == 2 * 36 * 28
+    assert read_wish(request(), STAGE, SMALL, Defaults()).source_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "place", "says"),
+    [
+        ((), "messages", "needs a picture"),
+        ((MASK, PICTURE), "messages[0].content[0].shape", "follows its picture"),
+        ((PICTURE, Part("image", shape=(5, 4))), "messages[0].content[1].shape", "height and width"),
+        ((PICTURE, MASK, MASK), "messages[0].content[2].shape", "height, width, 3"),
+        ((Part("image", shape=(0, 5, 3)),), "messages[0].content[0].shape", "height, width, 3"),
+        ((Part("image", shape=(1, 9, 3)),), "messages[0].content[0].shape", "8 times"),
+        ((PICTURE, Part("audio", length=3, sample_rate=16000)), "messages[0].content[1]", "not from audio"),
+        ((PICTURE,) * 17, "messages[0].content[16]", "takes 16 at a time"),
+    ],
+)
+def test_what_is_no_edit_is_refused_before_any_stage_works(parts: tuple[Part, ...], place: str, says: str) -> None:
+    with pytest.raises(BadRequest, match=says) as caught:
+        EDITS.check(edit(*parts))
+    assert caught.value.where == place
+
+
+def test_a_pipeline_that_only_draws_edits_nothing() -> None:
+    with pytest.raises(BadRequest) as caught:
+        PIPELINE.operation(edit(PICTURE))
+    assert caught.value.where == "operation"
+
+
 def test_the_pipeline_refuses_before_any_stage_works() -> None:
     PIPELINE.check(request("{0} {x} 七 \U0001f600", width=64, height=64, steps=2))
     with pytest.raises(BadRequest, match="multiple of 16"):
@@ -143,8 +186,8 @@ def test_an_unknown_deploy_key_is_named_with_the_nearest() -> None:
 
 def test_the_pipeline_loads_without_torch() -> None:
     code = (
-        "import sys; from backends.pipelines import image, qwen_image; "
-        "import backends.pipelines.image.pipeline, backends.pipelines.qwen_image.pipeline; "
+        "import sys; import backends.pipelines.image.pipeline, backends.pipelines.qwen_image.pipeline; "
+        "import backends.pipelines.qwen_image_edit.pipeline; "
         "sys.exit(any(m in sys.modules for m in ('torch', 'diffusers', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
