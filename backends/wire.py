@@ -39,39 +39,14 @@ from backends.core.generate import (
     encode_request,
 )
 from backends.core.ids import new_request_id
+from backends.core.logs import stderr_handler
 from backends.core.traces import TRACEPARENT, Traces, traces
 
 __all__ = [
-    "AUDIO",
-    "EVENT",
-    "IMAGE",
-    "OPEN",
-    "REQUEST",
-    "SHORT_FORM",
-    "STREAM",
-    "TEXT_INPUT",
-    "TEXT_OUTPUT",
-    "TRACEPARENT",
-    "VIDEO",
-    "WIRE_VERSION",
-    "BadRequest",
-    "Deadlines",
-    "Event",
-    "GenerateRequest",
-    "Message",
-    "OmniError",
-    "Part",
-    "Sampling",
-    "Traces",
-    "decode_event",
-    "decode_request",
-    "encode_event",
-    "encode_request",
-    "from_line",
-    "new_request_id",
-    "short_form",
-    "traces",
-    "with_stream",
+    "AUDIO", "EVENT", "IMAGE", "OPEN", "REQUEST", "SHORT_FORM", "STREAM", "TEXT_INPUT", "TEXT_OUTPUT", "TRACEPARENT",
+    "VIDEO", "WIRE_VERSION", "BadRequest", "Deadlines", "Event", "GenerateRequest", "Message", "OmniError", "Part",
+    "Sampling", "Traces", "decode_event", "decode_request", "encode_event", "encode_request", "from_line",
+    "new_request_id", "short_form", "stderr_handler", "traces", "with_stream",
 ]  # fmt: skip
 
 WIRE_VERSION = 1

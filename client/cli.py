@@ -72,14 +72,20 @@ def parser() -> argparse.ArgumentParser:
     draw.add_argument("--seed", type=int)
 
     doctor = _command(commands, "doctor", watch.doctor, "what is set up, what runs, what it takes")
+    _add_metrics(doctor)
     doctor.add_argument("--no-setup", action="store_true", help="look at the running server only")
 
     show = _command(commands, "top", watch.top, "live view of a running server")
-    show.add_argument("--metrics", default="127.0.0.1:8002", metavar="HOST:PORT", help="Triton's metrics service")
+    _add_metrics(show)
     show.add_argument("--model", action="append", default=[], help="pipelines to show (default: all)")
     show.add_argument("--every-s", type=float, default=1.0)
-    show.add_argument("--count", type=int, default=0, help="so many views; 0: until Ctrl-C")
+    show.add_argument("--once", action="store_true", help="one view instead of one after the other until Ctrl-C")
+    show.add_argument("--json", action="store_true", help="a view is one JSON object on a line")
     return top
+
+
+def _add_metrics(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--metrics", default="127.0.0.1:8002", metavar="HOST:PORT", help="Triton's metrics service")
 
 
 def _command(

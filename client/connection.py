@@ -93,6 +93,10 @@ class AsyncClient:
         """The pipeline's own word on its state: ready, stages, live, queued, about. Raises OmniError."""
         return (await self._control(pipeline, GenerateRequest(operation="health"))).event.meta
 
+    async def requests(self, pipeline: str) -> dict[str, Any]:
+        """As `health`, with the list of `requests` in work. Raises OmniError."""
+        return (await self._control(pipeline, GenerateRequest(operation="requests"))).event.meta
+
     async def models(self) -> list[Model]:
         """Public models in the server's repository, ready or not. Raises OmniError, also if the index is restricted."""
         index: Any = await self._ask(self._triton.get_model_repository_index(**self._bounds()))

@@ -53,6 +53,10 @@ class Client:
         """The pipeline's own word on its state. Raises OmniError."""
         return self._wait(self._client.health(pipeline))
 
+    def requests(self, pipeline: str) -> dict[str, Any]:
+        """See AsyncClient.requests."""
+        return self._wait(self._client.requests(pipeline))
+
     def models(self) -> list[Model]:
         """Public models in the server's repository, ready or not. Raises OmniError."""
         return self._wait(self._client.models())

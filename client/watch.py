@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from client.sync import Client
 
 CLEAR = "\x1b[2J\x1b[H"
 METRICS_TIMEOUT_S = 2.0
+_PIPELINE = re.compile(r'omni_requests_running\{pipeline="([^"]*)"\}')
 _SAMPLE = re.compile(r"^(omni_\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
 
@@ -33,14 +35,18 @@ def doctor(client: Client, options: argparse.Namespace, say: Say) -> int:
         say("nobody answers\n")
         return code or 1
     say("answers\n")
-    for name in pipelines(client, []):
+    for name in pipelines(client, [], samples(options.metrics)):
         code |= _show_pipeline(client, name, say)
     return code
 
 
-def pipelines(client: Client, given: list[str]) -> list[str]:
-    """The given pipelines, or all that the server has. Raises OmniError where the index is restricted."""
-    return given or [model.name for model in client.models()]
+def pipelines(client: Client, given: list[str], now: dict[str, float]) -> list[str]:
+    """The given pipelines, or all that the server has: by its metrics page, as the index of models may be restricted.
+
+    Raises OmniError where both are out of reach.
+    """
+    shown = [found[1] for key in now if (found := _PIPELINE.fullmatch(key))]
+    return given or shown or [model.name for model in client.models()]
 
 
 def _show_pipeline(client: Client, name: str, say: Say) -> int:
@@ -73,18 +79,20 @@ def _rss_mb(pid: int) -> float | None:
 def top(client: Client, options: argparse.Namespace, say: Say) -> int:
     """Views of the server, one after the other on the same screen."""
     before: dict[str, float] = {}
-    shown = 0
     while True:
-        names = pipelines(client, options.model)
-        now = metrics(options.metrics)
-        say((CLEAR if sys.stdout.isatty() else "") + view(client, names, now, before, options.every_s))
-        before, shown = now, shown + 1
-        if shown == options.count:
+        now = samples(options.metrics)
+        names = pipelines(client, options.model, now)
+        if options.json:
+            say(json.dumps(_facts(client, names, now)) + "\n")
+        else:
+            say((CLEAR if sys.stdout.isatty() else "") + view(client, names, now, before, options.every_s))
+        if options.once:
             return 0
+        before = now
         time.sleep(options.every_s)
 
 
-def metrics(address: str) -> dict[str, float]:
+def samples(address: str) -> dict[str, float]:
     """Our samples on Triton's page, by name and labels; empty if there is no page."""
     try:
         text = httpx.get(f"http://{address}/metrics", timeout=METRICS_TIMEOUT_S).text
@@ -96,27 +104,48 @@ def metrics(address: str) -> dict[str, float]:
 def view(client: Client, names: list[str], now: dict[str, float], before: dict[str, float], every_s: float) -> str:
     """One screen."""
     lines = [time.strftime("%H:%M:%S")]
-    for name in names:
-        try:
-            health = client.health(name)
-        except OmniError as error:
-            lines.append(f"{name}: {error.line()}")
+    for name, state in _facts(client, names, now)["pipelines"].items():
+        if "error" in state:
+            lines.append(f"{name}: {state['error']}")
             continue
-        lines.append(_headline(name, health))
-        lines += [_stage_line(stage, state) for stage, state in health["stages"].items()]
+        lines.append(_headline(name, state))
+        lines += [_stage_line(stage, facts) for stage, facts in state["stages"].items()]
+        lines += [_request_line(request) for request in state["requests"]]
         lines += _rates(name, now, before, every_s)
     return "\n".join(lines) + "\n"
 
 
-def _headline(name: str, health: dict[str, Any]) -> str:
-    state = "ready" if health["ready"] else "NOT READY"
-    return f"{name:16} {state:10} live {health['live']:4}  queued {health['queued']:4}"
+def _facts(client: Client, names: list[str], now: dict[str, float]) -> dict[str, Any]:
+    """What a view shows; `steps` of a stage are as old as its last run."""
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            state = client.requests(name)
+        except OmniError as error:
+            found[name] = {"error": error.line()}
+            continue
+        for stage, facts in state["stages"].items():
+            facts["steps"] = now.get(f'omni_stage_steps_total{{pipeline="{name}",stage="{stage}"}}')
+        found[name] = state
+    return {"time_s": time.time(), "pipelines": found}
 
 
-def _stage_line(stage: str, state: dict[str, Any]) -> str:
-    instances = f"{state.get('ready', 0)}/{state['instances']}"
-    restarts = state.get("restarts", 0)
-    return f"  {stage:14} {state['state']:10} live {state['live']:4}  instances {instances}  restarts {restarts}"
+def _headline(name: str, state: dict[str, Any]) -> str:
+    ready = "ready" if state["ready"] else "NOT READY"
+    return f"{name:16} {ready:10} live {state['live']:4}  queued {state['queued']:4}"
+
+
+def _stage_line(stage: str, facts: dict[str, Any]) -> str:
+    instances = f"{facts.get('ready', 0)}/{facts['instances']}"
+    line = f"  {stage:14} {facts['state']:10} live {facts['live']:4}  instances {instances}"
+    line += f"  restarts {facts.get('restarts', 0)}"
+    return line if facts["steps"] is None else f"{line}  steps {facts['steps']:.0f}"
+
+
+def _request_line(request: dict[str, Any]) -> str:
+    pieces = ", ".join(f"{count} {output}" for output, count in request["pieces"].items())
+    stages = " ".join(request["stages"]) or "-"
+    return f"    {request['age_s']:8.2f} s  {request['phase']:9}  {request['id'][:40]!a}  at {stages}; {pieces}"
 
 
 def _rates(name: str, now: dict[str, float], before: dict[str, float], every_s: float) -> list[str]:

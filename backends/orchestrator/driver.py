@@ -18,6 +18,7 @@ from backends.config.schema import OrchestratorDeploy
 from backends.control import messages as msg
 from backends.control.hub import Hub, Lost, Peer
 from backends.control.records import State
+from backends.core import logs
 from backends.core import request as life
 from backends.core.chunk import Chunk
 from backends.core.errors import BadRequest, DeadlineExceeded, Internal, OmniError, StageFailed, TooBusy, Unavailable
@@ -35,6 +36,7 @@ from backends.wire import WIRE_VERSION, Event
 
 log = logging.getLogger("triton_omni.orchestrator")
 
+SHOWN_REQUESTS = 100
 TICK_S = 0.1  # resolution of deadlines
 ABORT, CLIENT_GONE = "abort", "client_gone"  # why a request was cancelled
 STOP_GRACE_S = 10.0  # a stopped run that has not answered by then is given up; its worker is hung or gone
@@ -221,6 +223,8 @@ class Orchestrator:
             check_request_id(arrival.request_id)
             if arrival.request.operation == "health":
                 arrival.front.end(Piece(self.health(arrival.request_id)))
+            elif arrival.request.operation == "requests":
+                arrival.front.end(Piece(self._requests(arrival.request_id)))
             elif arrival.request.operation == "abort":
                 arrival.front.end(Piece(self._abort(arrival)))
             else:
@@ -228,7 +232,8 @@ class Orchestrator:
         except OmniError as error:
             self._refuse(arrival.front, error)
         except Exception as error:  # the loop border: a bug in a pipeline's check must not leave a client waiting
-            log.exception("request %s could not be checked", arrival.request_id)
+            request_id = arrival.request_id
+            log.exception("request %s could not be checked", request_id, extra={"request_id": request_id})
             self._refuse(arrival.front, Internal(f"{type(error).__name__}: {error}"))
 
     def _refuse(self, front: Front, error: OmniError) -> None:
@@ -275,6 +280,14 @@ class Orchestrator:
             "about": dict(self.pipeline.about),
         }
         return Event("health", request_id, meta=meta)
+
+    def _requests(self, request_id: str) -> Event:
+        """The oldest requests that are not forgotten yet, beside what `health` says."""
+        now = self._clock()
+        oldest = sorted(self.lives.values(), key=lambda live: live.arrived_s)[:SHOWN_REQUESTS]
+        event = self.health(request_id)
+        event.meta["requests"] = [live.summary(now) for live in oldest]
+        return event
 
     # --- outputs -------------------------------------------------------------------------------------------------
     def _on_chunk(self, peer: Peer, chunk: Chunk) -> None:
@@ -412,13 +425,17 @@ class Orchestrator:
         self._count_end(live, end, now)
         if end.outcome is life.Outcome.FAILED:
             error = end.error or Internal("failed without a reason")
-            log.warning("request %s failed after %s: %s", live.arrival.request_id, live.usage(end), error.line())
+            request_id = live.arrival.request_id
+            facts = logs.about(request_id, error)
+            log.warning("request %s failed after %s: %s", request_id, live.usage(end), error.line(), extra=facts)
             live.arrival.front.fail(error)
             return
         try:
             piece = live.end_piece(end, now)
         except Exception as error:  # the loop border: an answer that cannot be joined is an error, not silence
-            log.exception("request %s: the answer could not be joined", live.arrival.request_id)
+            request_id = live.arrival.request_id
+            facts = {"request_id": request_id, "code": Internal.code}
+            log.exception("request %s: the answer could not be joined", request_id, extra=facts)
             live.arrival.front.fail(Internal(f"{type(error).__name__}: {error}"))
         else:
             live.arrival.front.end(piece)
@@ -467,7 +484,8 @@ class Orchestrator:
         """Close the runs of an ended request that do not answer to Stop."""
         for stage in live.machine.open_runs:
             error = DeadlineExceeded(f"did not stop within {STOP_GRACE_S:g} s", stage)
-            log.error("request %s: stage %s %s", live.arrival.request_id, stage, error.message)
+            request_id = live.arrival.request_id
+            log.error("request %s: stage %s %s", request_id, stage, error.message, extra={"request_id": request_id})
             self._apply(live, life.Failed(stage, error, lost=True))
         for stage in list(live.closing):
             live.closing.pop(stage)

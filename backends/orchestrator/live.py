@@ -154,6 +154,26 @@ class Live:
         return None
 
     @property
+    def phase(self) -> str:
+        """Where the request is in its life, in a word."""
+        if self.machine.outcome is not None:
+            return "ending"
+        if self.admitted_s is None:
+            return "waiting"
+        return "opening" if not self.first_s else "answering"
+
+    def summary(self, now_s: float) -> dict[str, Any]:
+        """The request for a person who watches the server."""
+        return {
+            "id": self.arrival.request_id,
+            "operation": self.arrival.request.operation,
+            "age_s": round(now_s - self.arrived_s, 3),
+            "phase": self.phase,
+            "stages": self.machine.open_runs,
+            "pieces": dict(self.machine.emitted),
+        }
+
+    @property
     def stuck_at(self) -> str:
         """The stage that the request waits for: the first of the chain that has not ended."""
         producers_first = reversed(list(self.machine.runs))

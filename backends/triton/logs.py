@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import logging
-import os
 
 import triton_python_backend_utils as pb
+
+from backends.core import logs
 
 
 class TritonHandler(logging.Handler):
@@ -22,11 +23,14 @@ class TritonHandler(logging.Handler):
             pb.Logger.log_info(text)
 
 
-def use_triton_log(model: str) -> None:
-    """Send our loggers' records of this process to Triton's log."""
-    handler = TritonHandler()
-    handler.setFormatter(logging.Formatter(f"{model}: %(name)s: %(message)s"))
+def use_triton_log(model: str, **own: str) -> None:
+    """Send our loggers' records of this process to Triton's log; JSON lines go to stderr, as Triton adds a head."""
+    if logs.is_json():
+        handler = logs.stderr_handler("", model=model, **own)
+    else:
+        handler = TritonHandler()
+        handler.setFormatter(logging.Formatter(f"{model}: %(name)s: %(message)s"))
     root = logging.getLogger("triton_omni")
     root.handlers = [handler]
     root.propagate = False
-    root.setLevel(os.environ.get("TRITON_OMNI_LOG", "INFO"))
+    root.setLevel(logs.level())

@@ -46,7 +46,7 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         given = {key: value["string_value"] for key, value in config["parameters"].items()}
         name = args["model_name"]
-        use_triton_log(name)
+        use_triton_log(name, pipeline=given["pipeline"])
         self._pipeline = load(given.pop("pipeline"))
         self._deploy = from_parameters(given, OrchestratorDeploy, f"model {name}")
         self._run_dir = paths.run_dir(os.getppid())

@@ -49,7 +49,7 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         given = {key: value["string_value"] for key, value in config["parameters"].items()}
         self._model = args["model_name"]
-        use_triton_log(self._model)
+        use_triton_log(self._model, pipeline=given["pipeline"], stage=given["stage"])
         self._pipeline = load(given.pop("pipeline"))
         self.stage = self._pipeline.stage(given.pop("stage"))
         self._deploy = from_parameters(given, StageDeploy, f"model {self._model}")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from backends.control.hub import Hub, Peer
 from backends.control.messages import Ping
+from backends.core import logs
 from backends.core.pipeline import EngineContext
 from backends.pipelines import load
 from backends.worker.loop import Worker
@@ -37,11 +38,9 @@ def main() -> int:
     parser.add_argument("--models-dir", default="")
     parser.add_argument("--options", default="{}", help="engine options as JSON")
     args = parser.parse_args()
-    logging.basicConfig(
-        level=os.environ.get("TRITON_OMNI_LOG", "INFO"),
-        format=f"%(levelname).1s %(asctime)s {args.pipeline}_{args.stage} %(message)s",
-        stream=sys.stderr,
-    )
+    text = f"%(levelname).1s %(asctime)s {args.pipeline}_{args.stage} %(message)s"
+    handler = logs.stderr_handler(text, pipeline=args.pipeline, stage=args.stage)
+    logging.basicConfig(level=logs.level(), handlers=[handler])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # lets `finally` close the engine and its children
     sock = socket.socket(fileno=args.fd)
     threading.Thread(target=_exit_with_stub, args=(args.fd, args.address), name="watch-dog", daemon=True).start()

@@ -28,6 +28,7 @@ from backends.core import engine as eng
 from backends.core.chunk import Chunk, Tensor
 from backends.core.errors import DeadlineExceeded, ErrorInfo, OmniError, StageFailed, Unavailable
 from backends.core.generate import decode_request
+from backends.core.logs import about
 from backends.core.pipeline import Pipeline
 from backends.worker.record import Record, Sink, Waiting
 
@@ -110,7 +111,7 @@ class Worker:
         except OmniError as error:
             self._refuse(stub, message.run, error)
         except Exception as error:  # the engine-loop border: a bug in one run must not end the others
-            log.exception("open failed: request %s", message.request_id)
+            log.exception("open failed: request %s", message.request_id, extra={"request_id": message.request_id})
             self._refuse(stub, message.run, error)
         else:
             self.records[message.run] = record
@@ -186,7 +187,8 @@ class Worker:
             inputs = self._adapters[chunk.edge](chunk)
         except Exception as error:  # an adapter sees what another process sent; it must not take the loop along
             peer.release(chunk)
-            log.exception("adapter failed: request %s edge %s", record.run.request_id, chunk.edge)
+            request_id = record.run.request_id
+            log.exception("adapter of %s: request %s", chunk.edge, request_id, extra={"request_id": request_id})
             self._fail(record, ErrorInfo.of(error, self.stage.name).error())
             return
         record.inbox.append(Waiting(peer, chunk, inputs, chunk.last, now_s))
@@ -231,7 +233,8 @@ class Worker:
             except OmniError as error:
                 self._fail(record, error)
             except Exception as error:  # the engine-loop border: a bug over one input must not end the others
-                log.exception("feed failed: request %s", record.run.request_id)
+                request_id = record.run.request_id
+                log.exception("feed failed: request %s", request_id, extra={"request_id": request_id})
                 self._fail(record, ErrorInfo.of(error, self.stage.name).error())
 
     def _step(self) -> Sequence[eng.Event]:
@@ -300,7 +303,8 @@ class Worker:
                 if sink.queue:
                     sink.pump(self._clock())
         except (TypeError, ValueError) as error:  # the engine made a chunk that cannot be sent: fail its run now
-            log.exception("a chunk cannot be sent: request %s", record.run.request_id)
+            request_id = record.run.request_id
+            log.exception("a chunk cannot be sent: request %s", request_id, extra={"request_id": request_id})
             self._fail(record, StageFailed(f"a chunk cannot be sent: {error}", self.stage.name))
         return not any(sink.queue for sink in record.sinks.values())
 
@@ -310,7 +314,9 @@ class Worker:
         if record.told:
             return
         info = ErrorInfo.of(error, self.stage.name)
-        log.warning("request %s failed: %s", record.run.request_id, info.error().line())
+        if record.direct:  # else the orchestrator logs the request's failure, once
+            request_id = record.run.request_id
+            log.warning("request %s failed: %s", request_id, info.error().line(), extra=about(request_id, info.error()))
         for key, sink in record.sinks.items():
             if not key.startswith(OUTPUT_PREFIX):
                 sink.peer.send(Failed(record.run.id, info))

@@ -10,6 +10,7 @@ import os
 
 import uvicorn
 
+from backends import wire
 from client.connection import AsyncClient
 from client.openai.app import Settings, make_app
 
@@ -48,14 +49,16 @@ async def serve(options: argparse.Namespace) -> None:
     # gRPC's channel belongs to the loop that it is made in, so it is made here.
     app = make_app(AsyncClient(options.triton, pairs(options.header)), settings)
     config = uvicorn.Config(
-        app, options.host, options.port, loop="asyncio", log_level="info", timeout_graceful_shutdown=GRACE_S
-    )
+        app, options.host, options.port, loop="asyncio", timeout_graceful_shutdown=GRACE_S,
+        log_config=None,  # uvicorn's loggers write where all others do, in one format
+    )  # fmt: skip
     await uvicorn.Server(config).serve()
 
 
 def main() -> None:
     """Run the proxy."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    handler = wire.stderr_handler("%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per look at Triton's metrics is too many
     asyncio.run(serve(arguments().parse_args()))
 

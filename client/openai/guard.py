@@ -73,11 +73,11 @@ class Guard:
         except ClientGone:
             answer.status = CLIENT_GONE
         except BrokenOff as error:  # returning now makes the HTTP server cut the connection: no false end is sent
-            log.error("request %s broke off: %s", state["request_id"], error)
+            log.error("request %s broke off: %s", state["request_id"], error, extra={"request_id": state["request_id"]})
         except ApiError as error:
             await error.response()(scope, receive, answer.send)
         except Exception:  # the HTTP border: a request must be answered whatever went wrong
-            log.exception("request %s failed", state["request_id"])
+            log.exception("request %s failed", state["request_id"], extra={"request_id": state["request_id"]})
             if not answer.has_begun:
                 await INTERNAL.response()(scope, receive, answer.send)
         finally:
