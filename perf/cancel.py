@@ -107,7 +107,11 @@ def main() -> None:
     with bare_server([repository("toy")]) as server, streaming(server.grpc) as (control, _):
         workers = Workers(server)
         endless = Plan(body(1_000_000, tokens={"delay_s": 0.02}), request_id="beside", timeout_s=3600)
-        others = [threading.Thread(target=run_one, args=(server.grpc, endless)) for _ in range(args.beside)]
+        ended: list[str] = []
+        others = [
+            threading.Thread(target=lambda: ended.extend(run_one(server.grpc, endless).ends))
+            for _ in range(args.beside)
+        ]
         for other in others:
             other.start()
         workers.wait(lambda runs: min(runs) == args.beside)
@@ -117,6 +121,7 @@ def main() -> None:
                 taken = [free_s(server, workers, phase, leave, args.beside) * 1e3 for _ in range(args.cancels)]
                 p50, p99 = np.percentile(taken, [50, 99])
                 load = os.getloadavg()[0]
+                assert not ended, f"a request beside ended: {ended}"
                 print(f"| {phase} | {name} | {len(taken)} | {p50:.1f} | {p99:.1f} | {max(taken):.1f} | {load:.0f} |")
         send(control, Plan({"operation": "abort", "target": "beside"}))
         for other in others:
