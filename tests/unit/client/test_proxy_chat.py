@@ -561,3 +561,15 @@ def test_function_calls_streamed_through_the_sdks_helper(sdk: openai.OpenAI, bac
     assert [event.arguments for event in done] == ['{"x": 0}', '{"x": 1}']
     assert [call.id for call in choice.message.tool_calls or ()] == ["call_0", "call_1"]
     assert choice.finish_reason == "tool_calls"
+
+
+def test_a_number_out_of_range_is_shown_as_it_was_sent(proxy: RunningProxy) -> None:
+    for name, sent, shown in [
+        ("temperature", "1234567.25", "from 0 to 2, not 1234567.25."),
+        ("seed", str(2**70), f"from {-(2**63)} to {2**63 - 1}, not {2**70}."),
+        ("max_tokens", "1e999", "must be an integer"),
+        ("top_p", "NaN", "NaN is no number"),
+    ]:
+        body = f'{{"model": "fake", "messages": {json.dumps(USER)}, "{name}": {sent}}}'
+        answer = httpx.post(f"{proxy.root}/v1/chat/completions", content=body)
+        assert answer.status_code == 400 and shown in answer.json()["error"]["message"]
