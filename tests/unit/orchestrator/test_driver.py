@@ -100,6 +100,31 @@ def test_text_alone_opens_no_speech_stage(play):
     assert s.orchestrator.metrics.opened.values == {("tokens",): 1, ("frames",): 0, ("wave",): 0}
 
 
+def test_requests_are_listed_oldest_first_with_age_phase_and_stages(play):
+    s = play(max_live=2)
+    client, run = speaking(s, request_id="first")
+    s.pass_time(2.0)
+    s.stages["tokens"].put(run, "text", 0, text="word ")
+    second = s.ask(chat("text"), "second")
+    s.ask(chat("text"), "third")
+    s.turn()
+    asked = s.ask(GenerateRequest(operation="requests"))
+    listed = asked.ended.event.meta["requests"]
+    assert [(r["id"], r["age_s"], r["phase"]) for r in listed] == [
+        ("first", 2.0, "answering"), ("second", 0.0, "opening"), ("third", 0.0, "waiting")]  # fmt: skip
+    assert set(listed[0]["stages"]) == set(ORDER)
+    assert listed[0]["pieces"] == {"text": 1, "audio": 0}
+    assert asked.ended.event.meta["queued"] == 1
+    for each in ("first", "second", "third"):
+        s.ask(GenerateRequest(operation="abort", target=each))
+    assert client.ended.event.outcome == second.ended.event.outcome == "cancelled"
+    _, opened, _ = s.take_call()
+    s.stages["tokens"].reply(s.hub.address, msg.Accepted(second.run, s.stages["tokens"].hub.address))
+    s.answer(opened)
+    s.finish("tokens", second.run, "stopped")
+    end_all(s, run)
+
+
 def test_collected_is_the_streamed_pieces_joined(play):
     s = play()
     whole, run = speaking(s, chat("text", "audio", stream=False))

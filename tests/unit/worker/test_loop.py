@@ -24,6 +24,20 @@ def engine(stage):
     return PIPELINE.stage(stage).engine(EngineContext("toy", stage, {}))
 
 
+class Patient:
+    """An engine that takes nothing until it is told to."""
+
+    def __init__(self, inner):
+        self._inner = inner
+        self.takes = False
+
+    def feed(self, run, inputs, last):
+        return self.takes and self._inner.feed(run, inputs, last)
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
 @pytest.fixture
 def at(tmp_path):
     """Makes a bench around one stage."""
@@ -193,6 +207,24 @@ def test_an_engine_that_takes_no_more_leaves_chunks_unacknowledged(at):
     assert peer.connector.in_flight == 4, "the toy takes four"
     b.stop(run)
     b.until(lambda: peer.connector.in_flight == 0)
+
+
+def test_the_end_says_what_every_edge_brought_and_how_long_it_took(at):
+    b = at("wave", Patient(engine("wave")))
+    run = b.open(upstream=("frames",), wanted=("audio",))
+    b.until(lambda: b.stub.of(msg.Accepted))
+    peer = b.producer("frames")
+    for index, last in ((0, False), (1, True)):
+        frames = Tensor.of("frames", np.full((2, 8), 7, np.float32))
+        sent = chunk(run, "frames", index, last, frames)
+        sent.sent_s = b.clock.now_s - 0.5
+        assert peer.put(sent)
+    b.turn(2)
+    b.clock.now_s += 2.0  # the engine takes nothing meanwhile
+    b.worker.engine.takes = True
+    b.until(lambda: b.stub.of(msg.Finished))
+    [end] = b.stub.of(msg.Finished)
+    assert end.stats == msg.RunStats("finished", 2.0, 2.0, {"frames": msg.Transfer(2, 2 * 64, 1.0, 4.0)})
 
 
 def test_a_natural_end_waits_for_its_chunks_to_leave(at):
