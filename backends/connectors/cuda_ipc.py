@@ -73,6 +73,14 @@ def gpu_uuid(device: int = 0) -> str:
     return _check(runtime.cudaGetDeviceProperties(device)).uuid.bytes.hex()
 
 
+def device_slab() -> DeviceSlab | None:
+    """A new link's slab; None without CUDA's binding, so that it is the engine that says what is missing."""
+    try:
+        return DeviceSlab()
+    except ImportError:
+        return None
+
+
 class DeviceSlab:
     """One link's device memory, ours and the peer's; implements shm.DeviceStore."""
 

@@ -68,9 +68,9 @@ def _hub(name: str, address: Path, device: str) -> Hub:
     """The worker's links; with a device slab on each where the worker has a GPU."""
     if device != "cuda":
         return Hub(name, address)
-    from backends.connectors.cuda_ipc import DeviceSlab, gpu_uuid
+    from backends.connectors.cuda_ipc import device_slab, gpu_uuid
 
-    return Hub(name, address, DeviceSlab, gpu_uuid())
+    return Hub(name, address, device_slab, gpu_uuid())
 
 
 def _say(hub: Hub, stub: Peer, message: Ping) -> None:

@@ -28,6 +28,20 @@ def test_hung_worker_is_killed_and_comes_back(tmp_path: Path) -> None:
         assert run_one(server.grpc, Plan(body(5, ("audio",)))).ends == ["stop"]
 
 
+def test_a_worker_sees_the_gpus_of_its_deploy_file_and_no_other(tmp_path: Path) -> None:
+    """The toy needs none, so a server without GPUs shows it as well."""
+    deploy = "pipeline: toy\nstages: {tokens: , frames: {device: cpu}, wave: {device: cuda, gpus: [0, 1], "
+    with running_server([toy_repository(tmp_path, deploy + "gpus_per_instance: 2}}\n")]) as server:
+
+        def seen(stage: str) -> str:
+            pid = server.instance(f"toy_{stage}").worker_pid
+            variables = dict(v.partition("=")[::2] for v in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+            return variables["CUDA_VISIBLE_DEVICES"]
+
+        assert (seen("wave"), seen("frames")) == ("0,1", "")
+        assert run_one(server.grpc, Plan(body(5))).ends == ["length"]
+
+
 def test_sigterm_lets_requests_in_flight_finish(tmp_path: Path) -> None:
     lives: list[Life] = []
     with running_server([TOY_REPOSITORY]) as server:

@@ -47,3 +47,4 @@ def test_without_the_binding_there_is_none(monkeypatch):
 
     monkeypatch.setattr(cuda_ipc, "_runtime", missing)
     assert cuda_ipc.gpu_uuid() == ""
+    assert cuda_ipc.device_slab() is None
