@@ -62,6 +62,11 @@ class Drawing:
         return self.tokens * self.wish.steps
 
     @property
+    def manner(self) -> tuple[str, float, int]:
+        """What runs of one forward must have in common: the LoRA, and no step cache, or they are one."""
+        return (self.wish.lora, self.wish.lora_scale, id(self) if self.wish.step_cache else 0)
+
+    @property
     def grids(self) -> tuple[tuple[int, int, int], ...]:
         """Frames, rows and columns of image tokens: of what is drawn, then of the pictures it comes from."""
         sizes = ((self.wish.width, self.wish.height), *self.wish.sources)

@@ -51,7 +51,7 @@ class DiffusionEngine:
         self.options = read_options(context.options, context.stage)
         torch.set_num_threads(self.options.threads)
         folder = find_model(self.options.model, package_dir, context.models_dir)
-        self.model = Model(folder, self.options, context.device)
+        self.model = Model(folder, self.options, context.device, context.models_dir)
         self._limits = self.model.within(self.options.limits)
         self.forwards = 0
         self.tokens_done = 0
@@ -72,6 +72,7 @@ class DiffusionEngine:
     def open(self, run: Run) -> None:
         """Take a run; nothing is computed yet but token ids."""
         wish = read_wish(run.request, self.stage, self._limits, self.options.defaults)
+        self.model.check(wish, f"stages.{self.stage}")
         if wish.pictures and "image" not in run.inputs:
             raise BadRequest("pictures come in the input tensor 'image'", "messages")
         prompt = self._prompt(wish, wish.prompt, "input" if run.request.operation == "image" else "messages")
@@ -102,6 +103,7 @@ class DiffusionEngine:
         with torch.inference_mode():
             self._decode(events)
             chosen = choose([d for d in self._drawings if self._can_step(d)], self.tokens_done, self.most_tokens)
+            chosen = [d for d in chosen if d.manner == chosen[0].manner]  # the others' need grows
             if self._prepare(chosen, events):
                 self._denoise([d for d in chosen if d.is_prepared and d in self._drawings], events)
         return events
@@ -165,24 +167,33 @@ class DiffusionEngine:
         for drawing, prediction in self._predict(batch, events):
             try:
                 due = _due_previews(drawing.wish)
-                wants = drawing.step + 1 in due
-                preview = self.model.update(drawing, prediction, wants)
+                preview = self.model.update(drawing, prediction, drawing.step + 1 in due)
             except COMPUTE_ERRORS as error:
                 log.exception("request %s: step failed", drawing.run.request_id)
                 self._fail(drawing, f"step {drawing.step + 1} failed: {error}", events)
                 continue
             events.append(Progress(drawing.run, {"step": drawing.step, "steps": drawing.wish.steps}))
-            if preview is not None:
+            if preview is not None and drawing.wish.preview_every:
+                self._sketch(Decode(drawing, preview, 0, drawing.step, due.index(drawing.step)), events)
+            elif preview is not None:
                 self._drop_previews(drawing)  # an older one would only come late
                 self._decodes.append(Decode(drawing, preview, 0, drawing.step, due.index(drawing.step)))
             if not drawing.steps_left:
                 self._drop_previews(drawing)
                 self._decodes.append(Decode(drawing, drawing.noisy(), 0, drawing.step, None))
 
+    def _sketch(self, decode: Decode, events: list[Event]) -> None:
+        """Fast previews, at once."""
+        drawing = decode.drawing
+        for picture in self.model.preview(decode.latents, drawing.wish.width, drawing.wish.height):
+            meta = _meta(decode) | {"preview": "fast"}
+            events.append(Output(drawing.run, "image", (Tensor.of("image", picture),), meta))
+            decode.index += 1
+
     def _predict(self, batch: list[Drawing], events: list[Event]) -> list[tuple[Drawing, Prediction]]:
         """The batch's predictions; if the forward fails, each drawing's own, and only the culprits fail."""
         try:
-            found = self.model.forward.predict(batch)
+            found = self.model.predict(batch)
             self._count(batch)
             return list(zip(batch, found, strict=True))
         except COMPUTE_ERRORS as error:
@@ -217,6 +228,7 @@ class DiffusionEngine:
         """Forget a drawing and everything queued for it."""
         self._drawings = [d for d in self._drawings if d is not drawing]
         self._decodes = [d for d in self._decodes if d.drawing is not drawing]
+        self.model.forget(drawing)
         if not self._drawings:
             self._forget()
 
@@ -230,6 +242,8 @@ class DiffusionEngine:
 
 def _due_previews(wish: Wish) -> list[int]:
     """Steps after which a preview is made, evenly spread and none after the last."""
+    if wish.preview_every:
+        return list(range(wish.preview_every, wish.steps, wish.preview_every))
     parts = wish.partial_images + 1
     return sorted({max(1, wish.steps * k // parts) for k in range(1, parts)} - {wish.steps})
 
@@ -241,6 +255,10 @@ def _meta(decode: Decode) -> dict[str, Any]:
         "index": decode.index, "partial": decode.partial is not None, "step": decode.step, "steps": drawing.wish.steps,
         "seed": drawing.seed, "cfg_applied": drawing.wish.has_guidance,
     }  # fmt: skip
+    if drawing.wish.lora:
+        meta["lora"] = drawing.wish.lora
+    if drawing.wish.step_cache:
+        meta["step_cache"] = True
     if decode.partial is not None:
         meta["partial_image_index"] = decode.partial
     if drawing.wish.guidance_scale is not None:

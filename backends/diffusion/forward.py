@@ -7,7 +7,8 @@ each (n, image tokens, channels); of the tokens of pictures that an edit comes f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
@@ -58,11 +59,16 @@ def regroup(drawings: Sequence[Drawing], rows: Sequence[torch.Tensor]) -> list[P
     return found
 
 
-class OneByOne:
-    """The stock pipeline's own arithmetic, bit for bit: one call per drawing and branch."""
+def _no_scope(drawing: Drawing, branch: int) -> AbstractContextManager[Any]:
+    return nullcontext()
 
-    def __init__(self, transformer: Any) -> None:
+
+class OneByOne:
+    """The stock pipeline's own arithmetic, bit for bit: one call per drawing and branch, each within a `scope`."""
+
+    def __init__(self, transformer: Any, scope: Callable[[Drawing, int], AbstractContextManager[Any]] = _no_scope):
         self._transformer = transformer
+        self._scope = scope
 
     def predict(self, drawings: Sequence[Drawing]) -> list[Prediction]:
         return [self._one(d) for d in drawings]
@@ -70,17 +76,18 @@ class OneByOne:
     def _one(self, drawing: Drawing) -> Prediction:
         latents = drawing.noisy()
         timestep = drawing.time().expand(len(latents)).to(latents.dtype) / 1000
-        results = [
-            self._transformer(
-                hidden_states=drawing.seen(),
-                timestep=timestep,
-                encoder_hidden_states=features.expand(len(latents), -1, -1),
-                encoder_hidden_states_mask=None,
-                img_shapes=[list(drawing.grids)] * len(latents),
-                return_dict=False,
-            )[0][:, : latents.shape[1]]
-            for features in drawing.branches()
-        ]
+        results: list[torch.Tensor] = []
+        for branch, features in enumerate(drawing.branches()):
+            with self._scope(drawing, branch):
+                found = self._transformer(
+                    hidden_states=drawing.seen(),
+                    timestep=timestep,
+                    encoder_hidden_states=features.expand(len(latents), -1, -1),
+                    encoder_hidden_states_mask=None,
+                    img_shapes=[list(drawing.grids)] * len(latents),
+                    return_dict=False,
+                )[0]
+            results.append(found[:, : latents.shape[1]])
         return Prediction(results[0], results[1] if len(results) == 2 else None)
 
 

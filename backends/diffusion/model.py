@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from backends.core.errors import BadRequest
 from backends.diffusion.drawing import Drawing, Kept
 from backends.diffusion.edit import Editor
 from backends.diffusion.forward import Forward, OneByOne, Padded, Prediction
+from backends.diffusion.lora import Loras
 from backends.diffusion.options import SIZE_MULTIPLE, DiffusionOptions, Limits, OptionsError, Wish
 from backends.diffusion.packed import Packed, lacks
+from backends.diffusion.sketch import Sketch
+from backends.diffusion.step_cache import StepCached
 from backends.diffusion.text import Prompt, PromptEncoder
 from backends.diffusion.upstream import DiffusionPipeline, QwenImagePipeline, be_quiet, calculate_shift
 from backends.diffusion.vae import one_frame_codec, stock_codec
@@ -41,7 +46,7 @@ def find_model(name: str, package_dir: str, models_dir: str) -> Path:
 class Model:
     """The modules of one diffusers pipeline and the arithmetic between them. Holds nothing of any run."""
 
-    def __init__(self, folder: Path, options: DiffusionOptions, device: str) -> None:
+    def __init__(self, folder: Path, options: DiffusionOptions, device: str, models_dir: str = "") -> None:
         self.device = torch.device(device)
         self.options = options
         be_quiet()
@@ -49,7 +54,8 @@ class Model:
         lacking = [name for name in NEEDED if not hasattr(pipe, name)]
         if lacking:
             raise OptionsError(f"model '{options.model}': {type(pipe).__name__} has no {', '.join(lacking)}")
-        pipe.to(self.device)
+        if options.offload == "none":
+            pipe.to(self.device)
         for module in (pipe.transformer, pipe.vae, pipe.text_encoder):
             module.eval().requires_grad_(False)
         self.factor: int = pipe.vae_scale_factor
@@ -63,7 +69,26 @@ class Model:
             pipe = QwenImagePipeline(**{name: part for name, part in pipe.components.items() if name != "processor"})
         self.pipe: Any = pipe
         self.text = PromptEncoder(pipe, self.device, options.text_cache)
+        self.sketch = Sketch(self.codec, self.factor, pipe.vae.dtype, self.device)
+        self.loras = Loras(self.pipe, {n: Path(models_dir, f) for n, f in options.loras.items()})
+        self._place()
         self.forward = self._forward()
+        threshold = options.step_cache_threshold
+        self.step_cached = StepCached(self.pipe.transformer, threshold) if threshold else None
+
+    def _place(self) -> None:
+        """Offload and compile with diffusers' own means."""
+        offload = self.options.offload
+        if offload != "none" and self.device.type == "cpu":
+            raise OptionsError(
+                f"offload: {offload}: moves weights between a GPU and memory; this stage runs on the CPU"
+            )
+        if offload == "model":
+            self.pipe.enable_model_cpu_offload(device=self.device)
+        elif offload == "sequential":
+            self.pipe.enable_sequential_cpu_offload(device=self.device)
+        if self.options.compile:
+            self.pipe.transformer.compile_repeated_blocks(dynamic=True)
 
     def _forward(self) -> Forward:
         transformer = self.pipe.transformer
@@ -92,6 +117,27 @@ class Model:
         if self.editor is not None and wish.pictures:
             return self.editor.prompt(text, wish.pictures)
         return self.text.prompt(text)
+
+    def check(self, wish: Wish, at: str) -> None:
+        """Refuse what only the deploy file could have provided."""
+        if wish.lora and wish.lora not in self.loras.names:
+            has = ", ".join(self.loras.names) or "none"
+            raise BadRequest(f"there is no LoRA '{wish.lora}'; this stage has: {has}", f"{at}.lora")
+        if wish.step_cache and self.step_cached is None:
+            raise BadRequest("this stage has no step cache (deploy: step_cache_threshold)", f"{at}.step_cache")
+
+    def predict(self, batch: Sequence[Drawing]) -> list[Prediction]:
+        """One forward of drawings of one manner."""
+        wish = batch[0].wish
+        self.loras.wear(wish.lora, wish.lora_scale)
+        if wish.step_cache and self.step_cached is not None:
+            return self.step_cached.predict(batch)
+        return self.forward.predict(batch)
+
+    def forget(self, drawing: Drawing) -> None:
+        """Drop what is kept for a drawing that has ended."""
+        if self.step_cached is not None:
+            self.step_cached.drop(drawing)
 
     # --- one drawing ---------------------------------------------------------------------------------------------
     def prepare(self, drawing: Drawing) -> None:
@@ -151,10 +197,22 @@ class Model:
 
     def decode(self, latents: torch.Tensor, width: int, height: int) -> npt.NDArray[np.uint8]:
         """Latents (n, image tokens, channels) to RGB pixels (n, height, width, 3)."""
+        return _rgb(self.codec.decode(self._spread(latents, width, height))[:, :, 0])
+
+    def preview(self, latents: torch.Tensor, width: int, height: int) -> npt.NDArray[np.uint8]:
+        """About what `decode` would give, for next to nothing."""
+        return _rgb(self.sketch(self._spread(latents, width, height)))
+
+    def _spread(self, latents: torch.Tensor, width: int, height: int) -> torch.Tensor:
+        """Latents as the VAE has them: (n, channels, 1, height / 8, width / 8)."""
         vae = self.pipe.vae
         spread = self.pipe._unpack_latents(latents, height, width, self.factor).to(vae.dtype)
         mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1).to(spread.device, spread.dtype)
         scale = 1.0 / torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1).to(spread.device, spread.dtype)
-        pixels = self.codec.decode(spread / scale + mean)[:, :, 0]
-        values = (pixels * 0.5 + 0.5).clamp(0, 1).cpu().permute(0, 2, 3, 1).float().numpy()
-        return np.ascontiguousarray((values * 255).round().astype(np.uint8))
+        return spread / scale + mean
+
+
+def _rgb(pixels: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """(n, 3, height, width) in -1..1 to (n, height, width, 3) in 0..255."""
+    values = (pixels * 0.5 + 0.5).clamp(0, 1).cpu().permute(0, 2, 3, 1).float().numpy()
+    return np.ascontiguousarray((values * 255).round().astype(np.uint8))

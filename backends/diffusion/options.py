@@ -24,6 +24,7 @@ SIZE_MULTIPLE = 16
 MIN_SIDE = 32
 MAX_SIDE = 4096
 MAX_SCALE = 20.0
+MAX_LORA_SCALE = 4.0
 MAX_PICTURES = 16
 MAX_RATIO = 8
 SOURCE_MULTIPLE = 32
@@ -65,6 +66,7 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps: Count = 50
     true_cfg_scale: float = 4.0
     negative_prompt: str | None = None
+    lora: str = ""
     source_pixels: Annotated[int, msgspec.Meta(ge=128 * 128, le=MAX_SIDE * MAX_SIDE // MAX_RATIO)] = 1024 * 1024
 
 
@@ -81,6 +83,11 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_prompt_tokens longest prompt, counted after the template
     text_cache        prompts whose features are kept
     vae_tiling        decode large pictures in tiles (needs less memory; seams are blended, not exact)
+    loras             adapters by name: folders or files, looked up like models; a request names one (`lora`)
+    step_cache_threshold  lets requests skip parts of steps (`step_cache`; not exact); larger skips more; 0: refuse
+    compile           compile the repeated blocks when first used; not with `batching: packed`, which does not call them
+    offload           on a GPU: keep in memory what is not in use; model: whole networks (not with `batching: packed`,
+                      which does not call the whole), sequential: layers (slow)
     """
 
     model: str
@@ -92,6 +99,10 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_prompt_tokens: Count = 512
     text_cache: Annotated[int, msgspec.Meta(ge=0)] = 32
     vae_tiling: bool = False
+    loras: dict[str, str] = {}
+    step_cache_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    compile: bool = False
+    offload: Literal["none", "model", "sequential"] = "none"
     limits: Limits = Limits()
     defaults: Defaults = Defaults()
 
@@ -99,9 +110,29 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_options(options: Mapping[str, Any], stage: str) -> DiffusionOptions:
     """Typed engine options; raises OptionsError naming the stage, the key and the nearest known key."""
     try:
-        return msgspec.convert(dict(options), DiffusionOptions)
+        found = msgspec.convert(dict(options), DiffusionOptions)
     except msgspec.ValidationError as error:
         raise OptionsError(f"stage '{stage}', engine options: {error}{_hint(str(error))}") from None
+    for clash, why in _clashes(found):
+        if clash:
+            raise OptionsError(f"stage '{stage}', engine options: {why}")
+    return found
+
+
+def _clashes(options: DiffusionOptions) -> tuple[tuple[bool, str], ...]:
+    """Options that contradict one another."""
+    packed, limits, defaults = options.batching == "packed", options.limits, options.defaults
+    return (
+        (options.compile and packed, "compile: a packed step does not call the blocks; say `batching: pad` or `seq`"),
+        (options.offload == "model" and packed, "offload: model: say `batching: pad` or `seq`, or sequential"),
+        (options.step_cache_threshold > 0 and not packed,
+         "step_cache_threshold: only beside `batching: packed` can a run's cache be kept apart from others"),
+        (options.step_cache_threshold > 0 and options.offload != "none", "step_cache_threshold: not with offload"),
+        (bool(defaults.lora) and defaults.lora not in options.loras, f"defaults.lora: loras has no '{defaults.lora}'"),
+        (defaults.width * defaults.height > limits.max_pixels, "defaults.width, height: more than limits.max_pixels"),
+        (limits.max_total_pixels < limits.max_pixels, "limits.max_total_pixels: less than limits.max_pixels"),
+        (not limits.min_steps <= defaults.steps <= limits.max_steps, "defaults.steps: outside the limits"),
+    )  # fmt: skip
 
 
 def _hint(message: str) -> str:
@@ -115,7 +146,10 @@ class ImageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     guidance_scale   for guidance-distilled models; reported as not applied by others
     true_cfg_scale   classifier-free guidance against the negative prompt; 1 or less switches it off
-    partial_images   previews on the way, evenly spread over the steps
+    partial_images   previews on the way, evenly spread over the steps, decoded exactly
+    preview_every    instead: a fast preview, colours only, after every so many steps
+    lora, lora_scale one of the deploy file's adapters; "" is none
+    step_cache       skip parts of steps where little changes; not exact, and the run steps alone
     """
 
     width: int | None = None
@@ -127,6 +161,10 @@ class ImageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int | None = None
     n: int = 1
     partial_images: int = 0
+    preview_every: int = 0
+    lora: str | None = None
+    lora_scale: float = 1.0
+    step_cache: bool = False
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -149,6 +187,10 @@ class Wish(msgspec.Struct, frozen=True):
     pictures: tuple[Part, ...] = ()
     sources: tuple[tuple[int, int], ...] = ()
     mask: Part | None = None
+    preview_every: int = 0
+    lora: str = ""
+    lora_scale: float = 1.0
+    step_cache: bool = False
 
     @property
     def picture_tokens(self) -> int:
@@ -187,6 +229,10 @@ def read_wish(request: GenerateRequest, stage: str, limits: Limits, defaults: De
         pictures=pictures,
         sources=sources,
         mask=mask,
+        preview_every=options.preview_every,
+        lora=options.lora if options.lora is not None else defaults.lora,
+        lora_scale=options.lora_scale,
+        step_cache=options.step_cache,
     )
     at = f"stages.{stage}"
     if mask is not None and (wish.width, wish.height) != (width, height):
@@ -195,6 +241,10 @@ def read_wish(request: GenerateRequest, stage: str, limits: Limits, defaults: De
     _within(wish.steps, limits.min_steps, limits.max_steps, f"{at}.steps")
     _within(wish.n, 1, limits.max_images, f"{at}.n")
     _within(wish.partial_images, 0, limits.max_partial_images, f"{at}.partial_images")
+    _within(wish.preview_every, 0, limits.max_steps, f"{at}.preview_every")
+    if wish.partial_images and wish.preview_every:
+        raise BadRequest("either partial_images or preview_every", f"{at}.preview_every")
+    _within(wish.lora_scale, -MAX_LORA_SCALE, MAX_LORA_SCALE, f"{at}.lora_scale")
     if wish.n * wish.width * wish.height > limits.max_total_pixels:
         raise BadRequest(
             f"{wish.n} pictures of {wish.width}x{wish.height} are more than {limits.max_total_pixels} pixels", f"{at}.n"

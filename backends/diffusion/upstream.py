@@ -9,9 +9,10 @@ import logging
 import sys
 
 __all__ = [
-    "PRETOKENIZE_REGEX", "AutoencoderKLQwenImage",
+    "FBC_LEADER", "PRETOKENIZE_REGEX", "AutoencoderKLQwenImage",
     "DiagonalGaussianDistribution",
     "DiffusionPipeline",
+    "FirstBlockCacheConfig",
     "FlowMatchEulerDiscreteScheduler",
     "Qwen2Tokenizer",
     "Qwen2_5_VLConfig",
@@ -52,6 +53,8 @@ def hide_broken_companions() -> None:
 
 hide_broken_companions()
 
+from diffusers.hooks.first_block_cache import _FBC_LEADER_BLOCK_HOOK as FBC_LEADER
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage, QwenImageCausalConv3d
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel, apply_rotary_emb_qwen

@@ -335,13 +335,13 @@ def test_deploy_values_are_checked_when_loading(folder) -> None:
 
     with pytest.raises(OptionsError, match=r"model 'nowhere'.*model_index\.json is missing"):
         engine_of(folder, model="nowhere")
-    engine = engine_of(folder, limits={"max_pixels": 4096})
+    engine = engine_of(folder, limits={"max_pixels": 4096}, defaults={"width": 64, "height": 64})
     with pytest.raises(BadRequest, match="4096 pixels"):
         engine.open(image_run("a", width=128, height=64))
     with pytest.raises(BadRequest, match="needs a description"):
         engine.open(Run(b"1" * 16, "r", GenerateRequest(operation="image")))
     weights = engine_of(folder, step_overhead_tokens=0).weights
-    assert 0 < weights(16) <= weights(64) <= weights(1000)
+    assert 0 <= weights(16) <= weights(64) <= weights(1000) and weights(1000) > 0
 
 
 def test_tiled_decode_and_bfloat16_draw(folder) -> None:

@@ -184,6 +184,27 @@ def test_an_unknown_deploy_key_is_named_with_the_nearest() -> None:
         read_options({"model": "x", "limits": {"max_steps": 1}}, STAGE)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"compile": True}, "compile: .*`batching: pad`"),
+        ({"offload": "model"}, "offload: model"),
+        ({"offload": "gpu"}, "offload"),
+        ({"step_cache_threshold": 0.1, "batching": "seq"}, "step_cache_threshold: .*packed"),
+        ({"step_cache_threshold": 0.1, "offload": "sequential"}, "step_cache_threshold: not with offload"),
+        ({"step_cache_threshold": 2}, "step_cache_threshold"),
+        ({"step_cache_treshold": 0.1}, "did you mean 'step_cache_threshold'"),
+        ({"defaults": {"lora": "ink"}}, "loras has no 'ink'"),
+        ({"limits": {"max_pixels": 4096}}, "defaults.width"),
+        ({"limits": {"max_pixels": 1 << 21, "max_total_pixels": 4096}}, "max_total_pixels"),
+        ({"limits": {"max_steps": 20}}, "defaults.steps"),
+    ],
+)
+def test_deploy_values_that_contradict_one_another_are_named(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionsError, match=says):
+        read_options({"model": "x", **options}, STAGE)
+
+
 def test_the_pipeline_loads_without_torch() -> None:
     code = (
         "import sys; import backends.pipelines.image.pipeline, backends.pipelines.qwen_image.pipeline; "

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a deploy file may add to the diffusion engine: LoRA, step cache, compiled blocks, fast previews."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.core.engine import Output
+from backends.core.errors import BadRequest
+from backends.diffusion.options import OptionsError
+from tests.kit.tiny_image import engine_of, finish, image_run, pictures, save_tiny_image
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(200)
+
+SIZE = {"width": 64, "height": 64}
+DIGITS = Path(__file__).parents[2] / "backends" / "pipelines" / "image" / "digits"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_image(tmp_path_factory.mktemp("image") / "tiny")
+
+
+def stock(folder: Path) -> Any:
+    from backends.diffusion.upstream import QwenImagePipeline, be_quiet
+
+    be_quiet()
+    pipe = QwenImagePipeline.from_pretrained(folder, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def drawn_by(pipe: Any, prompt: str, steps: int, seed: int) -> np.ndarray:
+    generator = torch.Generator().manual_seed(seed)
+    answer = pipe(prompt, width=64, height=64, num_inference_steps=steps, generator=generator, output_type="pil")
+    return np.asarray(answer.images[0])
+
+
+def drawn(engine: Any, prompt: str, **options: Any) -> np.ndarray:
+    run = image_run(prompt, **SIZE, **options)
+    engine.open(run)
+    return pictures(finish(engine), run)[0]
+
+
+def differs(one: np.ndarray, other: np.ndarray) -> int:
+    return int(np.abs(one.astype(int) - other.astype(int)).max())
+
+
+# --- LoRA ----------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def loras(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two random adapters, written by peft and diffusers."""
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    from backends.diffusion.upstream import QwenImagePipeline
+
+    found: dict[str, str] = {}
+    for seed, name in enumerate(("ink", "chalk")):
+        transformer = stock(folder).transformer
+        transformer.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+        generator = torch.Generator().manual_seed(seed)
+        for key, weight in transformer.named_parameters():
+            if "lora_" in key:
+                weight.data.normal_(0.0, 0.5, generator=generator)
+        home = tmp_path_factory.mktemp(name)
+        QwenImagePipeline.save_lora_weights(home, transformer_lora_layers=get_peft_model_state_dict(transformer))
+        found[name] = str(home)
+    return found
+
+
+@pytest.mark.parametrize(("batching", "most_levels"), [("seq", 0), ("packed", 1)])
+def test_a_lora_draws_what_diffusers_draws_with_it(folder: Path, loras: dict, batching: str, most_levels: int) -> None:
+    engine = engine_of(folder, batching=batching, loras=loras)
+    pipe = stock(folder)
+    plain = drawn_by(pipe, "two", 5, 3)
+    pipe.load_lora_weights(loras["ink"], adapter_name="ink")
+    for scale in (1.0, 0.5):
+        pipe.set_adapters(["ink"], [scale])
+        theirs = drawn_by(pipe, "two", 5, 3)
+        assert differs(theirs, plain) > 2
+        assert differs(drawn(engine, "two", steps=5, seed=3, lora="ink", lora_scale=scale), theirs) <= most_levels
+    assert differs(drawn(engine, "two", steps=5, seed=3), plain) <= most_levels
+
+
+def test_runs_with_different_loras_do_not_meet(folder: Path, loras: dict) -> None:
+    engine = engine_of(folder, loras=loras)
+    asked = [{"lora": "ink"}, {"lora": "chalk"}, {"lora": "ink", "lora_scale": 0.5}, {}, {"lora": "ink"}]
+    alone = [drawn(engine, "two", steps=6, seed=i, **one) for i, one in enumerate(asked)]
+    runs = [image_run("two", **SIZE, steps=6, seed=i, **one) for i, one in enumerate(asked)]
+    before = engine.forwards
+    for run in runs:
+        engine.open(run)
+    events = finish(engine)
+    for run, picture in zip(runs, alone, strict=True):
+        assert np.array_equal(pictures(events, run)[0], picture)
+    assert engine.forwards - before == 4 * 6  # the two with the same adapter share
+    metas = {e.run.id: e.meta.get("lora") for e in events if isinstance(e, Output)}
+    assert [metas[run.id] for run in runs] == ["ink", "chalk", "ink", None, "ink"]
+
+
+def test_a_lora_by_deploy_and_none_by_request(folder: Path, loras: dict) -> None:
+    engine = engine_of(folder, loras=loras, defaults={"lora": "ink"})
+    worn, named = drawn(engine, "3", steps=4, seed=1), drawn(engine, "3", steps=4, seed=1, lora="ink")
+    assert np.array_equal(worn, named)
+    assert np.array_equal(drawn(engine, "3", steps=4, seed=1, lora=""), drawn(engine_of(folder), "3", steps=4, seed=1))
+
+
+def test_loras_that_do_not_exist_are_named(folder: Path, loras: dict, tmp_path: Path) -> None:
+    engine = engine_of(folder, loras=loras)
+    with pytest.raises(BadRequest, match=r"no LoRA 'inc'; this stage has: ink, chalk") as caught:
+        engine.open(image_run("3", **SIZE, steps=4, lora="inc"))
+    assert caught.value.where == "stages.denoiser.lora" and not engine.busy
+    with pytest.raises(OptionsError, match=r"loras: 'ink': .*nowhere is missing"):
+        engine_of(folder, loras={"ink": str(tmp_path / "nowhere")})
+    with pytest.raises(OptionsError, match="loras: 'ink'"):
+        engine_of(folder, loras={"ink": str(tmp_path)})  # an empty folder
+
+
+# --- step cache ----------------------------------------------------------------------------------------------
+def test_a_step_cache_is_the_runs_own(folder: Path) -> None:
+    from backends.diffusion.upstream import FirstBlockCacheConfig
+
+    engine = engine_of(folder, step_cache_threshold=0.5)
+    cached = {"steps": 8, "seed": 1, "step_cache": True}
+    pipe = stock(folder)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.5))
+    theirs = drawn_by(pipe, "two", 8, 1)
+    alone = drawn(engine, "two", **cached)
+    assert differs(alone, theirs) <= 1
+    exact = drawn(engine, "two", steps=8, seed=1)
+    assert differs(alone, exact) > 0  # parts of steps were skipped
+    assert np.array_equal(exact, drawn(engine_of(folder), "two", steps=8, seed=1))
+    neighbours = [image_run("a 7", **SIZE, steps=8, seed=i, step_cache=i == 2) for i in range(3)]
+    run, plain = image_run("two", **SIZE, **cached), image_run("two", **SIZE, steps=8, seed=1)
+    for one in (*neighbours, run, plain):
+        engine.open(one)
+    while run.state.step < 4:
+        engine.step()
+    engine.stop(neighbours[2])
+    events = finish(engine)
+    assert np.array_equal(pictures(events, run)[0], alone)
+    assert np.array_equal(pictures(events, plain)[0], exact)
+    assert not engine.model.step_cached.states
+
+
+def test_a_step_cache_that_deploy_does_not_offer_is_refused(folder: Path) -> None:
+    with pytest.raises(BadRequest, match="no step cache") as caught:
+        engine_of(folder).open(image_run("3", **SIZE, steps=4, step_cache=True))
+    assert caught.value.where == "stages.denoiser.step_cache"
+
+
+# --- where weights are, and compiled ---------------------------------------------------------------------------
+@pytest.mark.parametrize("offload", ["model", "sequential"])
+def test_a_cpu_has_nowhere_to_move_weights_to(folder: Path, offload: str) -> None:
+    with pytest.raises(OptionsError, match=f"offload: {offload}.*on the CPU"):
+        engine_of(folder, offload=offload, batching="seq")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_compiled_blocks_draw_the_same(folder: Path) -> None:
+    plain, compiled = engine_of(folder, batching="seq"), engine_of(folder, batching="seq", compile=True)
+    assert differs(drawn(plain, "two", steps=4, seed=1), drawn(compiled, "two", steps=4, seed=1)) <= 1
+
+
+# --- fast previews -------------------------------------------------------------------------------------------
+def test_fast_previews_come_at_the_rate_asked_for_and_look_like_the_picture() -> None:
+    engine = engine_of(DIGITS)
+    options = {**SIZE, "steps": 12, "seed": 2, "true_cfg_scale": 2.5, "negative_prompt": " "}
+    run = image_run("a red 7 on a yellow background", **options, preview_every=2)
+    engine.open(run)
+    outputs = [e for e in finish(engine) if isinstance(e, Output)]
+    assert [e.meta["step"] for e in outputs] == [2, 4, 6, 8, 10, 12]
+    assert [e.meta.get("partial_image_index") for e in outputs] == [0, 1, 2, 3, 4, None]
+    assert [e.meta.get("preview") for e in outputs] == ["fast"] * 5 + [None]
+    final = np.asarray(outputs[-1].tensors[0].data).astype(int)
+    last = np.asarray(outputs[-2].tensors[0].data).astype(int)
+    assert last.shape == final.shape
+    likeness = np.corrcoef(last.ravel(), final.ravel())[0, 1]
+    assert likeness > 0.7, likeness
+    plain = image_run("a red 7 on a yellow background", **options)
+    engine.open(plain)
+    assert np.array_equal(pictures(finish(engine), plain)[0], final.astype(np.uint8))
+
+
+def test_exact_and_fast_previews_exclude_one_another(folder: Path) -> None:
+    with pytest.raises(BadRequest, match="either") as caught:
+        engine_of(folder).open(image_run("3", **SIZE, steps=4, partial_images=1, preview_every=1))
+    assert caught.value.where == "stages.denoiser.preview_every"
