@@ -154,6 +154,57 @@ def test_concurrent_answers_equal_the_one_alone(sdk: OpenAI, chat_server: Runnin
     assert texts == [alone] * 4
 
 
+def test_a_sound_file_is_written_down_with_its_times(sdk: OpenAI, chat_server: RunningServer) -> None:
+    speech = [sdk.audio.speech.create(model="chat", voice="heart", input=text, response_format="wav").content
+              for text in SPOKEN[:2]]  # fmt: skip
+    (first, rate), (second, _) = (samples(wav) for wav in speech)
+    silence = np.zeros(rate, np.float32)
+    file = io.BytesIO()
+    soundfile.write(file, np.concatenate([first, silence, second]), rate, format="flac")
+    heard = sdk.audio.transcriptions.create(
+        model="chat", file=("speech", file.getvalue()), response_format="verbose_json", language="en"
+    )
+    assert word_errors(" ".join(SPOKEN[:2]), heard.text) <= 2
+    assert abs(heard.duration - (len(first) + len(second) + rate) / rate) < 0.1
+    segments = heard.segments or []
+    assert "".join(s.text for s in segments) == heard.text
+    times = [at_s for s in segments for at_s in (s.start, s.end)]
+    assert times == sorted(times) and times[-1] <= heard.duration + 0.01
+    last = next(s for s in segments if "river" in s.text)
+    assert last.end > (len(first) + rate) / rate, "the second sentence ends after the silence before it"
+    events = list(sdk.audio.transcriptions.create(model="chat", file=("speech", file.getvalue()), stream=True))
+    assert events[-1].type == "transcript.text.done" and events[-1].text == heard.text
+    wait_for(lambda: idle(chat_server, "chat"), 5, "all stages free")
+
+
+def test_audio_tokens_are_those_of_the_transcript(sdk: OpenAI) -> None:
+    wav = sdk.audio.speech.create(model="chat", voice="heart", input=SPOKEN[0], response_format="wav").content
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav).decode(), "format": "wav"}}
+    usage = [
+        sdk.chat.completions.create(
+            model="chat", messages=[{"role": "user", "content": [part] * count}], max_tokens=1
+        ).usage.prompt_tokens_details.audio_tokens
+        for count in (1, 2)
+    ]  # fmt: skip
+    assert 5 <= usage[0] <= 20 and usage[1] == 2 * usage[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [({"max_tokens": 10**9}, "max_tokens"), ({"modalities": ["image"]}, "modalities")],
+)
+def test_what_this_model_cannot_do_names_the_parameter(sdk: OpenAI, more: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        sdk.chat.completions.create(model="chat", messages=STORY, **more)
+    assert caught.value.param == param
+
+
+def test_an_emoji_is_nothing_to_say(sdk: OpenAI) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        sdk.audio.speech.create(model="chat", voice="heart", input="\U0001f600")
+    assert caught.value.param == "input"
+
+
 def request() -> GenerateRequest:
     return GenerateRequest(messages=(Message("user", STORY[0]["content"]),), sampling=Sampling(24, temperature=0.0))
 
