@@ -25,15 +25,17 @@ import tritonclient.grpc as grpcclient
 from backends.control import Hub, Peer
 from backends.control import messages as msg
 from backends.control.records import read_records
+from backends.core.ids import new_request_id
 from perf.harness import Server, bare_server, repository
 from tests.kit.load import Plan, body, run_one, send
 
 SOON_S = 30.0
 SLOW = {"tokens": {"delay_s": 0.005}}
-PHASES: dict[str, tuple[dict[str, Any], int]] = {  # options of the stages, pieces that come before it is reached
-    "streaming": (SLOW, 20),
-    "silent last stage": ({"wave": {"hold_after": 2}}, 12),
-    "before the first token": ({"tokens": {"hold_after": 0}}, 0),
+# options of the stages, tokens, pieces that come before the phase is reached, stages then at work
+PHASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
+    "streaming": (SLOW, 1000, 20, 3),
+    "silent last stage": ({"wave": {"hold_after": 2}}, 10, 12, 1),
+    "before the first token": ({"tokens": {"hold_after": 0}}, 10, 0, 3),
 }
 Leave = Callable[[grpcclient.InferenceServerClient, str], None]
 
@@ -86,15 +88,16 @@ def aborter(control: grpcclient.InferenceServerClient) -> Leave:
 
 def free_s(server: Server, workers: Workers, phase: str, leave: Leave, beside: int) -> float:
     """Seconds from leaving in a phase until no worker has a run of the request."""
-    stages, pieces = PHASES[phase]
+    stages, tokens, pieces, working = PHASES[phase]
+    request_id = new_request_id()
     with streaming(server.grpc) as (client, responses):
-        send(client, Plan(body(10 if pieces == 12 else 1000, **stages), request_id="leaves"))
+        send(client, Plan(body(tokens, **stages), request_id=request_id))
         for _ in range(pieces):
             responses.get(timeout=SOON_S)
-        workers.wait(lambda runs: max(runs) == beside + 1)
+        workers.wait(lambda runs: sum(runs) == beside * len(runs) + working)
         left = time.monotonic()
-        leave(client, "leaves")
-        workers.wait(lambda runs: max(runs) == beside)
+        leave(client, request_id)
+        workers.wait(lambda runs: sum(runs) == beside * len(runs))
         return time.monotonic() - left
 
 
