@@ -120,6 +120,16 @@ def test_an_answer_of_one_token_is_silence(chain):
     assert job.end("talker").reason == "stop"
 
 
+def test_an_answer_without_a_word_is_silence(chain, folder):
+    """The model is made to end at once."""
+    end = Reference(folder).model.config.im_end_token_id
+    job = chain.open(request(0, sampling=Sampling(temperature=0.0, max_tokens=9, logit_bias={str(end): 90.0})))
+    chain.run()
+    assert job.text() == "" and job.tokens() == [end]
+    assert job.sent("talker", "codes").size == 0
+    assert [job.end(stage).reason for stage in ("thinker", "talker")] == ["stop", "stop"]
+
+
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 6, 12])
 def test_stopped_at_any_time_everything_is_free_again(chain, reference, turns):
     free = free_blocks(chain)
