@@ -124,6 +124,13 @@ def test_unknown_voice_for_speech(sdk: openai.OpenAI) -> None:
     assert caught.value.param == "voice"
 
 
+def test_choices_have_an_order_and_a_sum(sdk: openai.OpenAI) -> None:
+    answer = complete(sdk, n=3, max_tokens=2, **SPOKEN)
+    assert [(c.index, c.message.audio.transcript) for c in answer.choices] == [(i, words(2)) for i in range(3)]
+    assert all(base64.b64decode(c.message.audio.data) == pcm(2) for c in answer.choices)
+    assert answer.usage.prompt_tokens == 2 and answer.usage.completion_tokens_details.text_tokens == 6
+
+
 def test_a_stage_failure_before_and_in_a_stream(sdk: openai.OpenAI) -> None:
     fail: Any = {"stages": {"tokens": {"fail_after": 3}}}
     with pytest.raises(openai.InternalServerError, match="tokens") as caught:
@@ -139,12 +146,13 @@ def test_a_stage_failure_before_and_in_a_stream(sdk: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-@pytest.mark.parametrize("hold_after", [0, 2])
+@pytest.mark.parametrize(("hold_after", "runs"), [(0, 1), (2, 1), (0, 3), (2, 3)])
 def test_a_client_that_leaves_frees_the_stages(
-    toy: RunningServer, toy_proxy_url: str, hold_after: int, is_stream: bool
+    toy: RunningServer, toy_proxy_url: str, hold_after: int, runs: int, is_stream: bool
 ) -> None:
     body = {
-        "model": "toy", "messages": USER, "stream": is_stream, "stages": {"tokens": {"hold_after": hold_after}},
+        "model": "toy", "messages": USER, "stream": is_stream, "n": runs,
+        "stages": {"tokens": {"hold_after": hold_after}},
     }  # fmt: skip
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{toy_proxy_url}/v1/chat/completions", json=body, timeout=httpx.Timeout(10, read=0.5))
