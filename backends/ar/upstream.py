@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where we reach into vLLM: the one marked file. Checked against one version, refuses another.
+"""Where we reach into vLLM; with upstream_v2.py the only place. Checked against one version, refuses another.
 
 vLLM has public seams for models and schedulers but none for rows of a step, so three classes are extended here:
 
