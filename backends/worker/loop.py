@@ -50,6 +50,8 @@ class Worker:
         self.stub: Peer | None = None
         self.records: dict[bytes, Record] = {}
         self.numbers: dict[str, float] = {"steps": 0.0, "step_s": 0.0, "turn_s": 0.0}
+        self._unsettled: dict[Record, None] = {}
+        """Runs that have something to send or an end to tell: few of many, looked at in every turn."""
         self._adapters = {e.source: e.adapter for e in pipeline.edges if e.target == stage}
         self._early_inputs: dict[bytes, tuple[Tensor, ...]] = {}
         self._clock = clock
@@ -257,6 +259,7 @@ class Worker:
             record = self.records.get(event.run.id)
             if record is None or record.ended is not None:
                 continue
+            self._unsettled[record] = None
             match event:
                 case eng.Send(run, tensors, meta, last):
                     self._note_first(record)
@@ -287,10 +290,13 @@ class Worker:
 
     def _settle(self) -> None:
         """Send what there is credit for; tell the stub of runs that are over and whose chunks are all out."""
-        for record in self.records.values():
+        for record in list(self._unsettled):
             clear = self._pump(record)
             record.run.blocked = not clear
-            if clear and record.ended is not None and not record.told:
+            if not clear:
+                continue
+            del self._unsettled[record]
+            if record.ended is not None and not record.told:
                 record.told = True
                 if not self._live:
                     record.stub.send(self._ping())  # the stub publishes numbers with the last end it hears of
@@ -332,6 +338,7 @@ class Worker:
         """The run is over. A natural end waits for its chunks to leave; any other drops them."""
         outcome = "failed" if isinstance(end, Failed) else "stopped" if end.reason == "stopped" else "finished"
         record.ended = msgspec.structs.replace(end, stats=record.stats(outcome, self._clock()))
+        self._unsettled[record] = None
         record.release_inputs()
         if outcome != "finished":
             for sink in record.sinks.values():
