@@ -23,7 +23,7 @@ from backends.diffusion.model import Model
 from backends.diffusion.options import Limits, Wish
 
 SIDES = (64, 128, 256, 512, 1024)
-PATIENCE_S = 0.2  # sizes beyond one that takes so long are not tried
+PATIENCE_S = 0.1  # sizes beyond one that takes so long are not tried: four times the size may take thirty times it
 TRIES = 5  # the best counts: whatever else a machine does only makes a step slower
 MARGIN = 0.8  # measurements differ by so much; a run that is near the line goes alone
 

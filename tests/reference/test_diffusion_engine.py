@@ -110,6 +110,21 @@ def test_one_frame_decode_is_the_video_decode(folder, stock: Any, engine: Any) -
     assert float((whole - reduced).abs().max()) <= 1e-5
 
 
+def test_each_causal_convolution_of_one_frame_is_its_plain_form(stock: Any) -> None:
+    from copy import deepcopy
+
+    from backends.diffusion.vae import reduce_to_one_frame
+
+    pairs = reduce_to_one_frame(deepcopy(stock.vae))
+    assert len(pairs) > 20
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for plain, causal in pairs:
+            frame = torch.randn(1, causal.in_channels, 1, 16, 24, generator=generator)
+            whole, reduced = causal(frame), plain(frame)
+            assert float((whole - reduced).abs().max()) <= 1e-6 * max(1.0, float(whole.abs().max()))
+
+
 # --- steps ---------------------------------------------------------------------------------------------------
 def test_compatible_requests_share_every_forward(engine: Any) -> None:
     before = engine.forwards
