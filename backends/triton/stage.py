@@ -21,7 +21,7 @@ from backends.config import paths
 from backends.config.schema import StageDeploy, from_parameters
 from backends.control import messages as msg
 from backends.control.hub import Hub
-from backends.core.chunk import Chunk, Tensor
+from backends.core.chunk import Chunk
 from backends.core.errors import BadRequest, Internal, OmniError
 from backends.core.ids import new_request_id, new_run_id
 from backends.core.pipeline import EngineContext
@@ -136,13 +136,13 @@ class TritonPythonModel:
     # --- Triton's thread -------------------------------------------------------------------------------------------
     def _call(self, request: Any, sender: Any) -> Call:
         opened = tensors.bytes_input(request, wire.OPEN)
-        given = [t for s in self.stage.inputs if (t := tensors.tensor_input(request, s.name)) is not None]
-        owned = tuple(Tensor(t.spec, bytes(t.data)) for t in given)  # Triton's memory ends with `execute`
+        sent = [tensors.tensor_input(request, spec.name) for spec in self.stage.inputs]
+        given = tuple(tensor for tensor in sent if tensor is not None)
         if opened is None:
-            message = self._direct(request, bool(owned))
+            message = self._direct(request, bool(given))
         else:
-            message = read_open(opened, self._pipeline, self.stage.name, self._run_dir, bool(owned))
-        chunk = Chunk(message.run, msg.INPUTS_EDGE, tensors=owned) if owned else None
+            message = read_open(opened, self._pipeline, self.stage.name, self._run_dir, bool(given))
+        chunk = Chunk(message.run, msg.INPUTS_EDGE, tensors=given) if given else None
         return Call(_Caller(self, sender, message.request_id), message, chunk)
 
     def _direct(self, request: Any, has_tensors: bool) -> msg.Open:

@@ -62,7 +62,7 @@ def bytes_input(request: Any, name: str) -> bytes | None:
 
 
 def tensor_input(request: Any, name: str) -> Tensor | None:
-    """A numeric input as one of our tensors (a view that lives as long as the request)."""
+    """A numeric input as one of our tensors. Its bytes are its own: `as_numpy` copies them out of Triton's memory."""
     array = _input(request, name)
     return None if array is None else Tensor.of(name, np.ascontiguousarray(array))
 

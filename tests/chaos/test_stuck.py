@@ -11,7 +11,6 @@ from urllib.error import URLError
 
 import pytest
 
-from backends.control import probe
 from tests.kit.calls import health, idle
 from tests.kit.load import Life, Plan, body, run_one
 from tests.kit.server import TOY_REPOSITORY, RunningServer, running_server, wait_for
@@ -38,6 +37,31 @@ def stage_state(server: RunningServer, stage: str) -> str:
     return health(server)["stages"][stage]["state"]
 
 
+def test_a_stub_killed_while_a_run_is_being_opened(server: RunningServer) -> None:
+    """BLS then waits for ever. The orchestrator says so, ends who waits for it, and is loaded anew.
+
+    The stub comes to no acknowledgement because the orchestrator's socket is out of its sight; so this test goes first,
+    before there are links.
+    """
+    wait_for(lambda: is_back(server), BACK_S, "ready")
+    stub, door = server.instance("toy_wave"), server.instance("toy")
+    hidden = f"{door.address}.hidden"
+    plan = Plan(body(3, ("audio",)), timeout_s=90)
+    lives: list[Life] = []
+    client = threading.Thread(target=lambda: lives.append(run_one(server.grpc, plan)))
+    os.rename(door.address, hidden)
+    client.start()
+    wait_for(lambda: "its orchestrator is gone" in server.log.read_text(errors="replace"), 30, "the stub has the run")
+    os.rename(hidden, door.address)
+    os.kill(stub.pid, signal.SIGKILL)
+    wait_for(lambda: server.instance("toy").state == "stuck", 30, "the opening is seen not to return")
+    client.join(90)
+    assert [life.ends for life in lives] == [["error [unavailable:wave] Triton opens no runs any more"]]
+    wait_for(lambda: is_back(server) and server.instance("toy").pid != door.pid, BACK_S, "a new orchestrator")
+    assert run_one(server.grpc, Plan(body(3))).ends == ["length"]
+    wait_for(lambda: idle(server), 5.0, "every slot free")
+
+
 def test_a_stopped_stage_stub_is_seen_and_replaced(server: RunningServer) -> None:
     wait_for(lambda: is_back(server), BACK_S, "ready")
     stub = server.instance("toy_wave")
@@ -45,6 +69,8 @@ def test_a_stopped_stage_stub_is_seen_and_replaced(server: RunningServer) -> Non
     wait_for(lambda: stage_state(server, "wave") == "stuck", 2.0, "health tells the truth")
     assert not health(server)["ready"]
     assert run_one(server.grpc, Plan(body(3, ("text",)))).ends == ["length"], "text goes on"
+    refused = run_one(server.grpc, Plan(body(3), timeout_s=20)).ends
+    assert len(refused) == 1 and refused[0].startswith("error [unavailable:wave]"), refused
     wait_for(lambda: server.health() == "degraded", 10, "the supervisor says so")
     wait_for(lambda: is_back(server) and server.instance("toy_wave").pid != stub.pid, BACK_S, "a new stub")
     assert run_one(server.grpc, Plan(body(3))).ends == ["length"]
@@ -59,22 +85,3 @@ def test_a_stub_that_goes_on_is_well_again(server: RunningServer) -> None:
     wait_for(lambda: is_back(server), 10, "ready")
     assert server.instance("toy_wave").pid == stub.pid
     assert run_one(server.grpc, Plan(body(3))).ends == ["length"]
-
-
-def test_a_stub_killed_while_a_run_is_being_opened(server: RunningServer) -> None:
-    """BLS then waits for ever. The orchestrator says so, ends who waits for it, and is loaded anew."""
-    wait_for(lambda: is_back(server), BACK_S, "ready")
-    stub, door = server.instance("toy_wave"), server.instance("toy")
-    lives: list[Life] = []
-    client = threading.Thread(
-        target=lambda: lives.append(run_one(server.grpc, Plan(body(3, ("audio",)), timeout_s=90)))
-    )
-    os.kill(stub.pid, signal.SIGSTOP)
-    client.start()
-    wait_for(lambda: probe(door.address, 5).state == "stuck", 30, "the opening is seen not to return")
-    os.kill(stub.pid, signal.SIGKILL)
-    client.join(90)
-    assert [life.ends for life in lives] == [["error [unavailable:wave] Triton opens no runs any more"]]
-    wait_for(lambda: is_back(server) and server.instance("toy").pid != door.pid, BACK_S, "a new orchestrator")
-    assert run_one(server.grpc, Plan(body(3))).ends == ["length"]
-    wait_for(lambda: idle(server), 5.0, "every slot free")
