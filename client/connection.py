@@ -104,7 +104,7 @@ class AsyncClient:
         for entry in index.models:
             if entry.state != "READY":
                 found.append(Model(entry.name, False, entry.reason or entry.state or "not loaded"))
-            elif await self._is_public(entry.name):
+            elif await self.is_public(entry.name):
                 found.append(Model(entry.name, True))
         return [m for m in found if m.is_ready or not _is_stage(m.name, found)]
 
@@ -134,8 +134,8 @@ class AsyncClient:
                 return piece
         raise AssertionError("generate ends with a piece or an error")
 
-    async def _is_public(self, name: str) -> bool:
-        """True for the model of a pipeline, which is configured with one and without a stage."""
+    async def is_public(self, name: str) -> bool:
+        """True for the model of a pipeline, which is configured with one and without a stage. Raises OmniError."""
         answer: Any = await self._ask(self._triton.get_model_config(name, **self._bounds()))
         parameters = answer.config.parameters
         return "pipeline" in parameters and "stage" not in parameters

@@ -57,6 +57,10 @@ class Client:
         """See AsyncClient.requests."""
         return self._wait(self._client.requests(pipeline))
 
+    def is_public(self, name: str) -> bool:
+        """See AsyncClient.is_public."""
+        return self._wait(self._client.is_public(name))
+
     def models(self) -> list[Model]:
         """Public models in the server's repository, ready or not. Raises OmniError."""
         return self._wait(self._client.models())

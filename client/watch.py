@@ -20,8 +20,8 @@ from client.sync import Client
 
 CLEAR = "\x1b[2J\x1b[H"
 METRICS_TIMEOUT_S = 2.0
-_PIPELINE = re.compile(r'omni_requests_running\{pipeline="([^"]*)"\}')
-_SAMPLE = re.compile(r"^(omni_\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+_MODEL = re.compile(r'nv_inference_request_success\{model="([^"]*)"')
+_SAMPLE = re.compile(r"^((?:omni|nv)_\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
 
 def doctor(client: Client, options: argparse.Namespace, say: Say) -> int:
@@ -45,8 +45,8 @@ def pipelines(client: Client, given: list[str], now: dict[str, float]) -> list[s
 
     Raises OmniError where both are out of reach.
     """
-    shown = [found[1] for key in now if (found := _PIPELINE.fullmatch(key))]
-    return given or shown or [model.name for model in client.models()]
+    models = dict.fromkeys(found[1] for key in now if (found := _MODEL.match(key)))
+    return given or [m for m in models if client.is_public(m)] or [model.name for model in client.models()]
 
 
 def _show_pipeline(client: Client, name: str, say: Say) -> int:
@@ -93,7 +93,7 @@ def top(client: Client, options: argparse.Namespace, say: Say) -> int:
 
 
 def samples(address: str) -> dict[str, float]:
-    """Our samples on Triton's page, by name and labels; empty if there is no page."""
+    """The samples on Triton's page, by name and labels; empty if there is no page."""
     try:
         text = httpx.get(f"http://{address}/metrics", timeout=METRICS_TIMEOUT_S).text
     except httpx.HTTPError:
@@ -152,7 +152,7 @@ def _rates(name: str, now: dict[str, float], before: dict[str, float], every_s: 
     """Counters of one pipeline that have moved, per second."""
     lines: list[str] = []
     for key, value in sorted(now.items()):
-        is_counter = "_total{" in key and f'pipeline="{name}"' in key
+        is_counter = key.startswith("omni_") and "_total{" in key and f'pipeline="{name}"' in key
         if is_counter and key in before and value != before[key]:
             lines.append(f"  {key}  {(value - before[key]) / every_s:.1f}/s")
     return lines

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 from backends.control.messages import RunStats
@@ -17,19 +19,24 @@ RUN_OUTCOMES = ("finished", "failed", "stopped", "lost", "refused")
 
 @dataclass(slots=True)
 class Histogram:
-    """Cumulative buckets, as Prometheus counts them."""
+    """Values in buckets; the last holds those above every bound."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * len(BOUNDS))
-    total: int = 0
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
     sum: float = 0.0
 
     def observe(self, value: float) -> None:
         """Count one value."""
-        self.total += 1
+        self.counts[bisect_left(BOUNDS, value)] += 1
         self.sum += value
-        for i, bound in enumerate(BOUNDS):
-            if value <= bound:
-                self.counts[i] += 1
+
+    @property
+    def cumulative(self) -> list[int]:
+        """Values up to each bound and in all, as Prometheus counts them."""
+        return list(accumulate(self.counts))
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
 
 
 @dataclass
@@ -117,23 +124,16 @@ class Metrics:
         return list(vars(self).values())
 
     def _show_zeros(self, pipeline: Pipeline) -> None:
-        """Numbers that can be named before anything happened; a rate needs to see them start."""
+        """Counters that can be named before anything happened: a rate needs to see them start."""
         for outcome in ("completed", "cancelled"):
             self.requests.add(0, outcome)
-            self.request_s.at(outcome)
         for reason in ("abort", "client_gone"):
             self.cancelled.add(0, reason)
-        for plain in (self.queue_s, self.audio_rtf, self.underrun_s):
-            plain.at()
         self.audio_s.add(0)
         for output in pipeline.outputs:
             self.pieces.add(0, output.name)
-            self.first_output_s.at(output.name)
-            self.gap_s.at(output.name)
         for stage in pipeline.stages:
             self.opened.add(0, stage.name)
-            self.run_s.at(stage.name)
-            self.run_first_s.at(stage.name)
             for outcome in RUN_OUTCOMES:
                 self.runs.add(0, stage.name, outcome)
         edges = [(e.source, e.target) for e in pipeline.edges]

@@ -23,10 +23,10 @@ STREAMS = 16
 
 def lived(server: RunningServer, plans: list[Plan]) -> tuple[dict[str, float], list[tuple[Plan, Life]]]:
     """The page before, and all lives after which the server is idle again."""
-    wait_for(lambda: idle(server), 10, "idle before")
+    wait_for(lambda: idle(server), 30, "idle before")
     before = metrics(server)
     lives = list(zip(plans, run_many(server.grpc, plans, STREAMS), strict=True))
-    wait_for(lambda: idle(server), 10, "idle after")
+    wait_for(lambda: idle(server), 30, "idle after")
     return before, lives
 
 
@@ -65,6 +65,7 @@ def test_a_number_that_is_wrong_is_found(toy: RunningServer) -> None:
 
 
 def test_the_table_in_the_docs_is_the_page(toy: RunningServer, toy_proxy_url: str) -> None:
+    lived(toy, [Plan(body(3)), Plan(body(3, ("text",)))])  # every histogram appears
     urllib.request.urlopen(f"{toy_proxy_url}/v1/models", timeout=HTTP_TIMEOUT_S).close()  # its histogram appears
     with urllib.request.urlopen(f"{toy_proxy_url}/metrics", timeout=HTTP_TIMEOUT_S) as answer:
         page = answer.read().decode()

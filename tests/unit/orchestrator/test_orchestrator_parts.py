@@ -117,9 +117,9 @@ def test_metrics_add_up():
     assert metrics.usage.values == {("tokens",): 3}
     completed = metrics.request_s.at("completed")
     assert completed.total == 2
-    assert completed.counts == [sum(s <= b for s in (0.02, 1.0)) for b in BOUNDS]
+    assert completed.cumulative == [sum(s <= b for s in (0.02, 1.0)) for b in BOUNDS] + [2]
     assert completed.sum == pytest.approx(1.02)
-    assert metrics.request_s.at("cancelled").counts[-1] == 0  # above every bound: only in +Inf
+    assert metrics.request_s.at("cancelled").cumulative[-2:] == [0, 1], "above every bound: only in +Inf"
 
 
 def test_a_run_without_a_workers_word_is_lost_or_refused():
