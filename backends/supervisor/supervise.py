@@ -206,6 +206,8 @@ class Supervisor:
         launch = self.plan.launch
         for record in read_records(launch.run_dir.path):
             remove_record(launch.run_dir.path, record.model, record.instance)
+        for left in launch.run_dir.path.glob("*.sock"):  # of workers that were killed together with their stubs
+            left.unlink(missing_ok=True)
         self._server = launch.start(self.plan.server_log)
         start = time.monotonic()
         shown: dict[str, str] = {}

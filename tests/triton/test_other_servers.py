@@ -108,20 +108,3 @@ def test_generate_without_the_speech_stages(tmp_path: Path) -> None:
         os.kill(health(server)["stages"]["wave"]["worker_pids"][0], signal.SIGKILL)
         status, answer = generate(server, text_input="x", max_tokens=2)
         assert (status, answer["text_output"]) == (200, "w0 w1 ")
-
-
-def test_sigterm_ends_what_does_not_finish_in_time(tmp_path: Path) -> None:
-    """The server waits for its exit time-out, then every client has one end; nobody waits for ever."""
-    with running_server([TOY_REPOSITORY], flags=["--exit-timeout-secs=3"]) as server:
-        lives: list[Life] = []
-        plans = [Plan(body(n, ("text",), tokens={"delay_s": 0.05}), timeout_s=60) for n in (20, 2000)]
-        clients = threading.Thread(target=lambda: lives.extend(run_many(server.grpc, plans, 2)))
-        clients.start()
-        wait_for(lambda: probe(server.instance("toy_tokens").address, 5).live == 2, 20, "both in work")
-        os.kill(server.pid, signal.SIGTERM)
-        clients.join(50)
-        assert not clients.is_alive()
-    print([life.ends for life in lives])
-    assert lives[0].ends == ["length"]
-    assert len(lives[1].ends) == 1
-    assert lives[1].ends[0].startswith("error")
