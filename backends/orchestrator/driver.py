@@ -209,7 +209,7 @@ class Orchestrator:
 
     def _on_accepted(self, peer: Peer, run: bytes, stage: str, address: str) -> None:
         live = self.lives.get(run)
-        if live is None:  # given up before it was opened: it must not work for nobody
+        if live is None or stage not in live.machine.open_runs:  # given up meanwhile: it must not work for nobody
             peer.send(msg.Stop(run))
             return
         live.addresses[stage] = address
@@ -391,13 +391,13 @@ class Orchestrator:
 
     def _on_opened(self, run: bytes, stage: str, handle: Any) -> None:
         live = self.lives.get(run)
-        if live is None:  # given up meanwhile: whether its stream ever ends is unknown
-            self._opener.bury(handle)
-        elif stage in live.closing:
+        if live is not None and stage in live.closing:
             self._put_away(handle, live.closing.pop(stage))
             self._forget(live)
-        else:
+        elif live is not None and stage in live.machine.open_runs:
             live.handles[stage] = handle
+        else:  # given up meanwhile: whether its stream ever ends is unknown
+            self._opener.bury(handle)
 
     def _on_open_failed(self, run: bytes, stage: str, error: OmniError) -> None:
         live = self.lives.get(run)
@@ -407,7 +407,8 @@ class Orchestrator:
             self._forget(live)
 
     def _close(self, live: Live, stage: str, lost: bool) -> None:
-        self.metrics.run_ended(stage, lost, live.stats.get(stage))
+        died = lost or (stage in live.accepted_s and stage not in live.stats)  # a worker measures all that it took
+        self.metrics.run_ended(stage, died, live.stats.get(stage))
         if stage in live.handles:
             self._put_away(live.handles.pop(stage), lost)
         else:
@@ -452,9 +453,9 @@ class Orchestrator:
         """Drop a request that is Done and whose handles are all put away."""
         if live.machine.outcome is None or live.machine.open_runs or live.closing:
             return
+        self.admission.leave(live)
         if self.lives.pop(live.run, None) is not None and self.traces is not None:
             write(self.traces, live)
-        self.admission.leave(live)
 
     # --- losses and time -----------------------------------------------------------------------------------------
     def _on_lost(self, peer: Peer, stage: str) -> None:

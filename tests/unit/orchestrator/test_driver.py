@@ -729,6 +729,7 @@ def test_a_death_that_stub_and_worker_both_tell_is_one_end(opening, first):
         tell()
     assert client.failed.line() == "[stage_failed:tokens] the stage's worker died"
     assert (s.opener.closed if first == "stub" else s.opener.buried) == s.opener.handles
+    assert s.orchestrator.metrics.runs.values["tokens", "lost"] == 1
 
 
 def test_a_stub_heard_after_its_worker_changes_nothing(play, tmp_path):
@@ -762,3 +763,21 @@ def test_when_nothing_can_be_opened_any_more_those_who_wait_for_it_fail_and_the_
     s.turn()
     assert s.stages["tokens"].stops == [message.run]
     assert s.opener.buried == s.opener.handles[-1:]
+
+
+def test_an_open_that_was_failed_is_put_away_also_while_its_request_still_ends(play):
+    s = play()
+    client = s.ask(chat("text", "audio"))
+    s.accept()
+    message, opened, _ = s.take_call()
+    s.opener.stuck = True
+    s.pass_time(1.0)
+    assert client.failed.line() == "[unavailable:frames] Triton opens no runs any more"
+    s.opener.stuck = False
+    handle = s.answer(opened)  # it came back, and the first stage has not stopped yet
+    s.stages["frames"].reply(message.reply, msg.Accepted(message.run, s.stages["frames"].hub.address))
+    s.turn()
+    assert s.stages["frames"].stops == [message.run], "else it would run to its natural end, for nobody"
+    assert s.opener.buried == [handle]
+    s.finish("wave", client.run, "stopped")
+    assert s.orchestrator.lives == {}
