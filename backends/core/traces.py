@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,7 @@ log = logging.getLogger("triton_omni.traces")
 TRACEPARENT = "traceparent"
 """W3C trace context: the HTTP header, and the request parameter that carries it through Triton."""
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-FLUSH_MS = 1000  # at the end of the process: a dead collector must not hold it up
+CLOSE_S = 1.0  # at the end of the process: a dead collector must not hold it up
 
 
 def traces(service: str) -> Traces | None:
@@ -73,7 +74,10 @@ class Traces:
 
     def close(self) -> None:
         """Send what waits, as far as the collector takes it at once."""
-        self._provider.force_flush(FLUSH_MS)
+        # a thread, because the SDK (1.45) heeds no timeout here and tries a dead collector for 10 s
+        flush = threading.Thread(target=self._provider.force_flush, name="flush-traces", daemon=True)
+        flush.start()
+        flush.join(CLOSE_S)
 
 
 def wall_ns(at_s: float | None) -> int:
