@@ -175,6 +175,8 @@ def decode_film(data: bytes) -> np.ndarray:
 def _frame_size(container: Any) -> tuple[int, int]:
     """(width, height) that the first picture track is read at."""
     track = container.streams.video[0]
+    if track.codec_context is None:
+        raise MediaError("The film's codec is not known.")
     width, height = track.width, track.height
     scale = min(1.0, (MAX_FILM_PIXELS / max(1, width * height)) ** 0.5)
     return max(1, int(width * scale)), max(1, int(height * scale))
@@ -184,7 +186,8 @@ def _frame_size(container: Any) -> tuple[int, int]:
 def _opened(data: bytes, kind: str) -> Iterator[Any]:
     """FFmpeg's reader of a file. Its refusals, also inside the `with` body, become MediaError."""
     try:
-        with av.open(io.BytesIO(data), "r", options={"format_whitelist": CONTAINERS}) as container:
+        only = {"format_whitelist": CONTAINERS}
+        with av.open(io.BytesIO(data), "r", options=only, metadata_errors="ignore") as container:  # titles in Latin-1
             yield container
     except MediaError:
         raise

@@ -9,6 +9,7 @@ import socket
 import threading
 from typing import Any
 
+import av
 import httpx
 import numpy as np
 import openai
@@ -136,3 +137,21 @@ def test_sound_in_a_film_is_a_sound_and_pictures_are_no_film() -> None:
         media.video(coding.encode("wav", RATE_HZ, [sine(0)]))
     with pytest.raises(MediaError, match="no video"):
         media.video(picture())
+
+
+def test_a_film_in_an_unknown_codec() -> None:
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        track = container.add_stream("mpeg4", rate=2)
+        track.width, track.height, track.pix_fmt = 64, 48, "yuv420p"
+        container.mux(track.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8))))
+        container.mux(track.encode(None))
+    assert len(Media().video(file.getvalue()).shape) == 4
+    with pytest.raises(MediaError, match="codec"):
+        Media().video(file.getvalue().replace(b"V_MPEG4", b"V_OTHER"))
+
+
+def test_a_sound_whose_title_is_not_utf8() -> None:
+    title = b"INFOINAM" + (4).to_bytes(4, "little") + "café".encode("latin-1")
+    file = coding.encode("wav", RATE_HZ, [sine(0)]) + b"LIST" + len(title).to_bytes(4, "little") + title
+    assert Media().audio(file).length
