@@ -21,7 +21,7 @@ from backends.control import messages as msg
 from backends.control.hub import Hub, Lost, Peer
 from backends.control.records import State
 from backends.core.chunk import Chunk
-from backends.core.errors import BadRequest, ErrorInfo, Internal, OmniError, StageFailed, Unavailable
+from backends.core.errors import BadRequest, Cancelled, ErrorInfo, Internal, OmniError, StageFailed, Unavailable
 from backends.worker.keeper import Keeper
 
 log = logging.getLogger("triton_omni.stage")
@@ -165,7 +165,10 @@ class StageLoop:
             case _Sent(worker, chunk):
                 worker.release(chunk)  # the worker may be another one by now
             case _Gone(call):
-                if not call.ended and self._worker is not None:
+                if call in self._waiting:  # its worker has not heard of it
+                    self._waiting.remove(call)
+                    self._fail(call, Cancelled("client_gone"))
+                elif not call.ended and self._worker is not None:
                     self._worker.send(msg.Stop(call.message.run))
             case _:
                 raise TypeError(item)

@@ -237,6 +237,22 @@ def test_a_direct_call_whose_client_leaves_is_stopped(make):
     assert b.worker_reads()[-1] == msg.Stop(run)
 
 
+def test_a_direct_call_whose_client_leaves_before_there_is_room_never_reaches_the_worker(make):
+    b = make()
+    large = Tensor.of("image", np.zeros(24 << 20, np.uint8))
+    calls = [b.call(None, large, reply="") for _ in range(3)]
+    b.turn()
+    client, _ = calls[2]
+    client.gone()
+    b.turn()
+    assert lines([client.sent[-1][1]]) == ["[cancelled:tokens] client_gone"]
+    arrived = b.worker_reads()
+    for chunk in (m for m in arrived if isinstance(m, Chunk)):
+        b.to_stub.release(chunk)
+    b.turn()
+    assert [m.run for m in arrived + b.worker_reads() if isinstance(m, msg.Open)] == [run for _, run in calls[:2]]
+
+
 def test_a_direct_call_hears_of_a_death(make):
     b = make()
     client, _ = b.call(reply="")
