@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import triton_python_backend_utils as pb
@@ -89,10 +89,11 @@ class _Page:
         self._next_s = 0.0
         self._lock = threading.Lock()
 
-    def publish(self, working: bool) -> None:
-        now = time.monotonic()
-        with self._lock:
-            if now < self._next_s and working:
+    def publish(self, is_working: Callable[[], bool]) -> None:
+        """Show what is new; `is_working` may set gauges first. Called by several threads."""
+        with self._lock:  # also around the gauges: an older count must not overwrite a newer one
+            now = time.monotonic()
+            if is_working() and now < self._next_s:
                 return
             self._next_s = now + PUBLISH_S
             for shown in self._shown:
@@ -108,11 +109,14 @@ class OrchestratorMetrics:
 
     def publish(self) -> None:
         """Bring the page up to date; the last request in work always does."""
+        self._page.publish(self._count)
+
+    def _count(self) -> bool:
         working = [live for live in list(self._source.lives.values()) if live.machine.outcome is None]
         admitted = sum(live.admitted_s is not None for live in working)
         self._source.metrics.running.set(admitted)
         self._source.metrics.waiting.set(len(working) - admitted)
-        self._page.publish(bool(working))
+        return bool(working)
 
 
 class StageMetrics:
@@ -142,4 +146,4 @@ class StageMetrics:
 
     def publish(self) -> None:
         """Bring the page up to date; the last run always does."""
-        self._page.publish(self._live.values[self._worker,] > 0)
+        self._page.publish(lambda: self._live.values[self._worker,] > 0)
