@@ -57,7 +57,7 @@ class Chunk:
 
     `run` and `index` are set by the worker, `slot` by the connector that delivered the chunk (None: nothing to
     release). `index` counts from 0 per run and edge. `last` ends the edge; a chunk may be last and carry data.
-    `sent_s` is the producer's monotonic time of putting it; 0 where the receiver does not share that clock.
+    `sent_s` is the monotonic time at which the producer's worker put it; 0 for what a stub hands to its worker.
     """
 
     run: bytes

@@ -85,8 +85,8 @@ class Deadlines(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One client call to a pipeline. Unknown keys are refused, so a typo never passes silently.
 
-    operation   what to do: one of the pipeline's operations ("chat", "speech", "image", "edit"), or "health",
-                "requests" or "abort"
+    operation   what to do: one of the pipeline's operations ("chat", "speech", "transcription", "image",
+                "edit"), or "health", "requests" or "abort"
     messages    the chat so far (operation "chat"); pictures, perhaps a mask, and text (operation "edit")
     input       the text to speak or the picture's description (operations "speech" and "image")
     instructions  how to speak, for pipelines whose `about` has "instructions"

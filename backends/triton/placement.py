@@ -37,8 +37,8 @@ def visible_devices(numbers: Sequence[int], inherited: str | None) -> str:
     """CUDA_VISIBLE_DEVICES of a worker: Triton counts only what its own variable lets it see."""
     if inherited is None:
         return ",".join(map(str, numbers))
-    names = inherited.split(",")
+    names = [name.strip() for name in inherited.split(",") if name.strip()]
     hidden = [number for number in numbers if number >= len(names)]
     if hidden:
         raise ConfigError(f"`gpus` names GPU {hidden[0]}, but the server's CUDA_VISIBLE_DEVICES is '{inherited}'")
-    return ",".join(names[number].strip() for number in numbers)
+    return ",".join(names[number] for number in numbers)

@@ -193,7 +193,7 @@ class Worker:
             log.exception("adapter of %s: request %s", chunk.edge, request_id, extra={"request_id": request_id})
             self._fail(record, ErrorInfo.of(error, self.stage.name).error())
             return
-        record.inbox.append(Waiting(peer, chunk, inputs, chunk.last, now_s))
+        record.inbox.append(Waiting(peer, chunk, inputs, now_s))
 
     def _on_stop(self, run: bytes) -> None:
         record = self.records.get(run)
@@ -228,8 +228,11 @@ class Worker:
         """Offer waiting inputs to the engine; what it refuses stays unacknowledged."""
         for record in [r for r in self.records.values() if r.inbox]:
             try:
-                while record.inbox and self.engine.feed(record.run, record.inbox[0].inputs, record.inbox[0].last):
-                    waiting = record.inbox.popleft()
+                while record.inbox:
+                    waiting = record.inbox[0]
+                    if not self.engine.feed(record.run, waiting.inputs, waiting.chunk.last):
+                        break
+                    record.inbox.popleft()
                     record.edges[waiting.chunk.edge].wait_s += self._clock() - waiting.came_s
                     waiting.peer.release(waiting.chunk)
             except OmniError as error:

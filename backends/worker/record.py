@@ -46,7 +46,6 @@ class Waiting:
     peer: Peer
     chunk: Chunk
     inputs: Any
-    last: bool
     came_s: float
 
 

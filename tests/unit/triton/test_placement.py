@@ -58,3 +58,5 @@ def test_a_worker_sees_its_gpus_alone_however_the_server_was_started(numbers, in
 def test_a_gpu_that_the_server_does_not_see_is_named():
     with pytest.raises(ConfigError, match="`gpus` names GPU 2, but the server's CUDA_VISIBLE_DEVICES is '0,1'"):
         visible_devices([1, 2], "0,1")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is ''"):
+        visible_devices([0], "")
