@@ -11,7 +11,6 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Callable
-from urllib.parse import urljoin, urlsplit
 
 import httpx
 
@@ -20,7 +19,10 @@ from client.media import MediaError, from_data_url
 MAX_BYTES = 32 * 1024 * 1024
 TIMEOUT_S = 15.0
 MAX_REDIRECTS = 3
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+PORTS = {"http": 80, "https": 443}
+MAX_PORT = 65535
+_UNICAST = ipaddress.ip_network("2000::/3")
+"""All that is public in IPv6; other ranges are local, or an IPv4 address hides in them."""
 IsAllowed = Callable[[str], bool]
 
 
@@ -30,8 +32,8 @@ def is_public(address: str) -> bool:
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
             ip = ip.ipv4_mapped
-        elif ip.sixtofour is not None or ip.teredo is not None or ip in _NAT64:
-            return False  # an IPv4 address hides in it
+        elif ip not in _UNICAST or ip.sixtofour is not None or ip.teredo is not None:
+            return False
     return ip.is_global and not ip.is_multicast
 
 
@@ -43,14 +45,15 @@ def is_any(address: str) -> bool:
 async def read_url(url: str, is_allowed: IsAllowed = is_public) -> bytes:
     """The bytes in a data URL, or behind an http(s) one. Raises MediaError."""
     if url.startswith("data:"):
-        return from_data_url(url)
+        return await asyncio.to_thread(from_data_url, url)
     try:
+        place = httpx.URL(url)
         async with asyncio.timeout(TIMEOUT_S):
             for _ in range(MAX_REDIRECTS + 1):
-                found = await _once(url, is_allowed)
+                found = await _once(place, is_allowed)
                 if isinstance(found, bytes):
                     return found
-                url = urljoin(url, found)
+                place = place.join(found)
     except TimeoutError:
         raise _failed(f"no answer within {TIMEOUT_S:g} s") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -58,19 +61,23 @@ async def read_url(url: str, is_allowed: IsAllowed = is_public) -> bytes:
     raise _failed(f"more than {MAX_REDIRECTS} redirects")
 
 
-async def _once(url: str, is_allowed: IsAllowed) -> bytes | str:
+async def _once(url: httpx.URL, is_allowed: IsAllowed) -> bytes | str:
     """The bytes, or where to go instead."""
-    host, port, authority = _place(url)
+    if url.scheme not in PORTS or not url.host:
+        raise MediaError("Only http, https and data URLs are read.")
+    port = url.port or PORTS[url.scheme]
+    if port > MAX_PORT:
+        raise _failed(f"there is no port {port}")
+    host = url.raw_host.decode("ascii")
     address = await _resolve(host, port, is_allowed)
-    target = httpx.URL(url).copy_with(host=address)
+    headers = {"host": url.netloc.decode("ascii"), "accept": "*/*", "accept-encoding": "identity"}
     async with (
         httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as client,
         client.stream(
-            "GET", target, headers={"host": authority, "accept": "*/*", "accept-encoding": "identity"},
-            extensions={"sni_hostname": host},
+            "GET", url.copy_with(host=address), headers=headers, extensions={"sni_hostname": host}
         ) as answer,
     ):  # fmt: skip
-        if answer.is_redirect:
+        if answer.has_redirect_location:
             return answer.headers["location"]
         if answer.status_code != 200:
             raise _failed(f"status {answer.status_code}")
@@ -80,18 +87,6 @@ async def _once(url: str, is_allowed: IsAllowed) -> bytes | str:
             if len(content) > MAX_BYTES:
                 raise _failed(f"larger than {MAX_BYTES} bytes")
         return bytes(content)
-
-
-def _place(url: str) -> tuple[str, int, str]:
-    """(host, port, host and port as the URL has them)."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise _failed(str(error)) from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise MediaError("Only http, https and data URLs are read.")
-    return parts.hostname, port or (443 if parts.scheme == "https" else 80), parts.netloc.rpartition("@")[2]
 
 
 async def _resolve(host: str, port: int, is_allowed: IsAllowed) -> str:

@@ -88,6 +88,34 @@ def test_the_checked_address_is_connected_to_at_every_redirect_anew(monkeypatch:
             read("/inward")
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["10.0.0.1", "100.64.0.1", "169.254.1.1", "::1", "fd00::1", "fe80::1%lo", "fec0::1", "ff0e::1", "::ffff:10.0.0.1",
+     "::7f00:1", "64:ff9b::7f00:1", "64:ff9b:1::7f00:1", "2002:7f00:1::", "2001:0:7f00:1::", "5f00::1"],
+)  # fmt: skip
+def test_addresses_that_are_not_public(address: str) -> None:
+    assert not fetching.is_public(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8"])
+def test_public_addresses(address: str) -> None:
+    assert fetching.is_public(address)
+
+
+def test_names_in_any_script_and_redirects_to_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def resolve(self: object, host: str, port: int, **_: object) -> list[Any]:
+        assert host == "xn--bcher-kva.test"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", resolve)
+    with web({"/good": (200, {}, b"content"), "/nowhere": (302, {}, b""), "/same": (304, {}, b"")}) as root:
+        at = f"http://bücher.test:{root.rpartition(':')[2]}"
+        assert asyncio.run(fetching.read_url(f"{at}/good", fetching.is_any)) == b"content"
+        for path, status in (("/nowhere", "302"), ("/same", "304")):
+            with pytest.raises(MediaError, match=f"status {status}"):
+                asyncio.run(fetching.read_url(at + path, fetching.is_any))
+
+
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_leaves_while_its_picture_is_fetched(backend: FakeBackend, is_stream: bool) -> None:
     with (
