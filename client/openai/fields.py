@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -21,9 +22,7 @@ IGNORED = frozenset(
 def parse_json(data: bytes) -> Fields:
     """The request's body. Raises ApiError if it is no JSON object."""
     try:
-        value = json.loads(data, parse_constant=_no_number)
-        if b"\\ud" in data.lower():  # half a surrogate pair is JSON, but no text that could be sent on
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        value = _loaded(data.decode(json.detect_encoding(data)))
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
@@ -34,13 +33,23 @@ def parse_json(data: bytes) -> Fields:
 def from_text(text: str) -> Any:
     """The JSON value a text stands for, or else the text."""
     try:
-        return json.loads(text)
+        return _loaded(text)
     except (ValueError, RecursionError):
         return text
 
 
-def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no number")
+def _loaded(text: str) -> Any:
+    """The value, if it can be sent on: half a surrogate pair and infinity are JSON for Python alone."""
+    value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    if "\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _finite(word: str) -> float:
+    if not math.isfinite(value := float(word)):
+        raise ValueError(f"{word[:100]} is no number")
+    return value
 
 
 class Fields:

@@ -16,6 +16,7 @@ from client.openai.fields import Fields, from_text
 
 MAX_FIELDS = 100
 _INNER = re.compile(r"\[([^\[\]]+)\]")
+_NESTED = re.compile(rf"[^\[\]]+(?:{_INNER.pattern})+")
 
 
 @asynccontextmanager
@@ -50,13 +51,12 @@ def fields_of(form: FormData, files: Collection[str]) -> Fields:
 
 
 def _set(values: dict[str, Any], key: str, value: str) -> None:
-    name, bracket, _ = key.partition("[")
-    path = [name, *_INNER.findall(key)] if bracket else [name]
+    path = [key.partition("[")[0], *_INNER.findall(key)] if _NESTED.fullmatch(key) else [key]
     target = values
     for step in path[:-1]:
         target = target.setdefault(step, {})
         if not isinstance(target, dict):
-            raise invalid(name, f"'{name}' is sent as a value and as an object.", "invalid_type")
+            raise invalid(path[0], f"'{path[0]}' is sent as a value and as an object.", "invalid_type")
     if path[-1] in target:
         raise invalid(key, f"'{key}' is sent twice.")
-    target[path[-1]] = from_text(value) if bracket else value
+    target[path[-1]] = from_text(value) if len(path) > 1 else value

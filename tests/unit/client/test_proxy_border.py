@@ -134,3 +134,11 @@ def test_a_client_that_leaves_while_sending(proxy: RunningProxy, backend: FakeBa
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     assert httpx.post(f"{proxy.root}/v1/chat/completions", json=CHAT).status_code == 200
     assert len(backend.seen) == 1
+
+
+@pytest.mark.parametrize("text", [b'"\\ud800"', b'"\xed\xa0\x80"', b"1e999", b"-Infinity"])
+def test_json_that_could_not_be_sent_on(proxy: RunningProxy, backend: FakeBackend, text: bytes) -> None:
+    body = b'{"model": "fake", "messages": [{"role": "user", "content": "x"}], "stages": {"words": {"a": %s}}}' % text
+    answer = httpx.post(f"{proxy.root}/v1/chat/completions", content=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert not backend.seen

@@ -96,9 +96,10 @@ def test_previews_then_the_picture(sdk: openai.OpenAI) -> None:
         ({"partial_images": 2}, "partial_images", "invalid_value"),
         ({"input_fidelity": "some"}, "input_fidelity", "unsupported_value"),
         ({"extra_body": {"seed": "x"}}, "seed", "invalid_type"),
-        ({"extra_body": {"guidance_scale": "NaN"}}, "guidance_scale", "invalid_value"),
+        ({"extra_body": {"guidance_scale": "NaN"}}, "guidance_scale", "invalid_type"),
         ({"extra_body": {"seed": "Infinity"}}, "seed", "invalid_type"),
         ({"extra_body": {"steps": 3}}, "steps", "unknown_parameter"),
+        ({"extra_body": {"stages[denoiser][steps]s": 3}}, "stages[denoiser][steps]s", "unknown_parameter"),
     ],
 )
 def test_bad_input_names_the_parameter_and_never_reaches_the_server(
@@ -162,3 +163,10 @@ def test_the_wrong_model_names_the_right_ones(
         with pytest.raises(openai.BadRequestError, match=f"'fake' does not edit pictures; {says}") as caught:
             edit(sdk, model="fake", stream=stream)
         assert caught.value.param == "model"
+
+
+def test_values_in_a_form_that_json_could_not_say_stay_text(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    edit(
+        sdk, extra_body={"stages[denoiser][a]": '"\\ud800"', "stages[denoiser][b]": "NaN", "stages[denoiser][c]": "1e9"}
+    )
+    assert backend.seen[0].request.stages["denoiser"] == {"a": '"\\ud800"', "b": "NaN", "c": 1e9}
