@@ -23,8 +23,8 @@ COPY pyproject.toml README.md ./
 COPY backends ./backends
 COPY client ./client
 
-# Triton's stubs run the container's own Python: they get this package and msgspec, nothing that could fight numpy's
-# version there. Engines, proxy and supervisor live in an environment of their own.
+# Triton's stubs run the container's own Python: they get this package, msgspec and OpenTelemetry, nothing that could
+# fight numpy's version there. Engines, proxy and supervisor live in an environment of their own.
 # gcc and Python's headers: vLLM's kernels are compiled at their first use.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev libpython3-dev \

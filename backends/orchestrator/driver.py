@@ -316,7 +316,7 @@ class Orchestrator:
                 Piece(event, chunk.meta.get("text"), chunk.tensors), lambda: post(_Sent(run, peer, chunk, nbytes))
             )
         if live.waiting > self.deploy.max_output_bytes:
-            self._apply(live, life.Expired(_too_much(live)))
+            self._apply(live, life.Expired(_too_much(live, self.deploy.max_output_bytes)))
 
     def _count_piece(self, live: Live, output: str, chunk: Chunk) -> None:
         metrics, now_s = self.metrics, live.heard_s
@@ -488,13 +488,12 @@ class Orchestrator:
             request_id = live.arrival.request_id
             log.error("request %s: stage %s %s", request_id, stage, error.message, extra={"request_id": request_id})
             self._apply(live, life.Failed(stage, error, lost=True))
-        for stage in list(live.closing):
-            live.closing.pop(stage)
+        live.closing.clear()
         self._forget(live)
 
 
-def _too_much(live: Live) -> OmniError:
+def _too_much(live: Live, max_bytes: int) -> OmniError:
     """Why a request with so much output not yet taken ends."""
     if live.collected is not None:
-        return BadRequest(f"the whole answer has more than {live.waiting} bytes; ask for a stream", "stream")
+        return BadRequest(f"the whole answer has more than {max_bytes} bytes; ask for a stream", "stream")
     return TooBusy(f"{live.waiting} bytes of output wait to be taken", "max_output_bytes")

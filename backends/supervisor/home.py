@@ -2,7 +2,7 @@
 """Where set-up puts things and everybody else finds them. `python -m backends.supervisor.home` prints the folder.
 
 <home>/engine      virtual environment of the engine workers (torch, vllm, …) and of the client
-<home>/stub        virtual environment of Triton's Python stubs (numpy 1.26, msgspec)
+<home>/stub        virtual environment of Triton's Python stubs (requirements-stub.txt)
 <home>/server      the unpacked tritonserver
 <home>/bin         perf_analyzer
 <home>/packages    unpacked weight packages, one folder each

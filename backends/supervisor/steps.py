@@ -86,7 +86,7 @@ def all_steps(context: Context) -> list[Step]:
         ),
         Step(
             "stub",
-            "environment of Triton's Python stubs (numpy 1.26, msgspec)",
+            "environment of Triton's Python stubs (requirements-stub.txt)",
             lambda: make_stub(context),
             inputs=[project, STUB_REQUIREMENTS, context.interpreter],
             results=[home.stub_python],

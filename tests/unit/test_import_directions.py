@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = ROOT / "backends"
-ENGINES = frozenset({"ar", "codec", "diffusion", "speech"})
+ENGINES = frozenset({"ar", "codec", "diffusion"})
 FRAMEWORK = frozenset({"core", "wire", "connectors", "control", "config", "worker", "orchestrator", "pipelines"})
 MAY_IMPORT = {
     "core": frozenset[str](),
