@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -10,6 +12,7 @@ from backends import wire
 from client.openai.metrics import CLIENT_GONE
 
 SERVER_ERROR = 500
+_W3C = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Traced:
@@ -24,7 +27,8 @@ class Traced:
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        state["traceparent"] = Headers(scope=scope).get(wire.TRACEPARENT, "")
+        sent = Headers(scope=scope).get(wire.TRACEPARENT, "")
+        state["traceparent"] = sent if _W3C.fullmatch(sent) else ""  # another is none: gRPC may not even carry it
         if self._traces is None:
             await self._app(scope, receive, send)
             return

@@ -32,6 +32,7 @@ class Seen:
     request: GenerateRequest
     media: Mapping[str, np.ndarray]
     request_id: str | None
+    traceparent: str
     begun: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
     completed: bool = False
@@ -74,7 +75,7 @@ class FakeBackend:
         timeout_s: float | None = None,
         traceparent: str = "",
     ) -> AsyncGenerator[Piece, None]:
-        call = Seen(pipeline, request, media, request_id)
+        call = Seen(pipeline, request, media, request_id, traceparent)
         self.seen.append(call)
         self.called.release()
         try:

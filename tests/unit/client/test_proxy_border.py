@@ -142,3 +142,11 @@ def test_json_that_could_not_be_sent_on(proxy: RunningProxy, backend: FakeBacken
     answer = httpx.post(f"{proxy.root}/v1/chat/completions", content=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
     assert not backend.seen
+
+
+def test_only_a_trace_context_goes_on(proxy: RunningProxy, backend: FakeBackend) -> None:
+    good = f"00-{'a' * 32}-{'b' * 16}-01"
+    for sent in (good, "", "garbage", f"{good}\xff", "x" * 40_000):
+        headers = httpx.Headers({"traceparent": sent}, encoding="latin-1")
+        assert httpx.post(f"{proxy.root}/v1/chat/completions", json=CHAT, headers=headers).status_code == 200
+    assert [call.traceparent for call in backend.seen] == [good, "", "", "", ""]
