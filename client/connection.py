@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
@@ -130,10 +129,8 @@ class AsyncClient:
 
     # ---
     async def _control(self, pipeline: str, request: GenerateRequest) -> Piece:
-        async with aclosing(self.generate(pipeline, request, timeout_s=CONTROL_TIMEOUT_S)) as pieces:
-            async for piece in pieces:
-                return piece
-        raise AssertionError("generate ends with a piece or an error")
+        pieces = [piece async for piece in self.generate(pipeline, request, timeout_s=CONTROL_TIMEOUT_S)]
+        return pieces[-1]
 
     async def is_public(self, name: str) -> bool:
         """True for the model of a pipeline, which is configured with one and without a stage. Raises OmniError."""
