@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python clients of a Triton-Omni server. No torch: numpy, msgspec and tritonclient are enough.
+"""Python clients of a Triton-Omni server. No torch: `pip install triton-omni[client]` is enough.
 
 from client import Client, GenerateRequest, Message
 

@@ -35,4 +35,4 @@ async def complete(request: Request) -> Response:
     chunks = Chunks(call, head, shared.transcripts)
     first = b"".join(map(sse.data, chunks.start()))
     turn = lambda run, piece: map(sse.data, chunks.on(run, piece))  # noqa: E731
-    return sse.response(sse.body(pieces, turn, sse.error_event, first=first, last=sse.DONE))
+    return sse.response(sse.body(pieces, turn, first=first, last=sse.DONE))

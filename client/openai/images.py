@@ -18,7 +18,7 @@ from PIL import Image
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from backends.wire import Event, GenerateRequest, Message, Part
+from backends.wire import Event, GenerateRequest, Message, OmniError, Part
 from client.openai import extras, sse
 from client.openai.calls import Call, open_pieces, shared_of
 from client.openai.errors import ApiError, invalid, missing, unsupported
@@ -97,7 +97,7 @@ async def answer(request: Request, call: DrawCall) -> Response:
     except ApiError as error:
         raise await _naming_others(request, call.call, error) from error
     if call.is_stream:
-        return sse.response(sse.body(pieces, Drawing(call).events, sse.error_event))
+        return sse.response(sse.body(pieces, Drawing(call).events))
     drawing = Drawing(call)
     async for _, piece in pieces:
         drawing.on(piece)
@@ -109,7 +109,10 @@ async def _naming_others(request: Request, call: Call, error: ApiError) -> ApiEr
     if error.param != "model":
         return error
     operation = call.request.operation
-    states = await shared_of(request).catalogue.states()
+    try:
+        states = await shared_of(request).catalogue.states()
+    except OmniError:  # the list is an extra
+        return error
     able = [model for model, state in states.items() if operation in state.get("operations", ())]
     others = f"these can: {', '.join(able)}" if able else "no model here can"
     return invalid("model", f"The model '{call.model}' does not {_ABLE[operation]}; {others}.", error.code)

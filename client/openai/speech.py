@@ -29,7 +29,7 @@ async def speak(request: Request) -> Response:
     voice = Voice(kind)
     if is_sse:
         await pieces.begin()
-        return sse.response(sse.body(pieces, voice.events, sse.error_event))
+        return sse.response(sse.body(pieces, voice.events))
     first = await _first_bytes(pieces, voice)
     return StreamingResponse(_rest(first, pieces, voice), media_type=audio.MEDIA_TYPES[kind])
 

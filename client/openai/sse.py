@@ -26,13 +26,13 @@ def data(value: Any, event: str = "") -> bytes:
 
 Turn = Callable[[int, Piece], Iterable[bytes]]
 """Bytes to send for a piece of a run."""
-AsError = Callable[[ApiError], bytes]
 
 
-async def body(
-    pieces: Pieces, turn: Turn, as_error: AsError, *, first: bytes = b"", last: bytes = b""
-) -> AsyncIterator[bytes]:
-    """The bytes of a stream: what `turn` makes of each piece, between `first` and `last`; comments meanwhile."""
+async def body(pieces: Pieces, turn: Turn, *, first: bytes = b"", last: bytes = b"") -> AsyncIterator[bytes]:
+    """The bytes of a stream: what `turn` makes of each piece, between `first` and `last`; comments meanwhile.
+
+    An error is an event, too, and nothing follows it.
+    """
     if first:
         yield first
     try:
@@ -51,7 +51,7 @@ async def body(
         if last:
             yield last
     except ApiError as error:
-        yield as_error(error)
+        yield data(error.body)
 
 
 def _joined(turn: Turn, run: int, piece: Piece) -> bytes:
@@ -62,8 +62,3 @@ def response(content: AsyncIterator[bytes]) -> StreamingResponse:
     """An answer that streams events."""
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(content, media_type="text/event-stream", headers=headers)
-
-
-def error_event(error: ApiError) -> bytes:
-    """What a stream sends when it fails; nothing follows it."""
-    return data(error.body)

@@ -92,7 +92,7 @@ async def transcribe(request: Request) -> Response:
     transcript = Transcript()
     if wish.is_stream:
         await pieces.begin()
-        return sse.response(sse.body(pieces, transcript.events, sse.error_event))
+        return sse.response(sse.body(pieces, transcript.events))
     async for _, piece in pieces:
         transcript.on(piece)
     return ANSWERS[wish.response_format](transcript)
