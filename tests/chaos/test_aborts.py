@@ -12,6 +12,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from backends.control import probe
+from backends.supervisor.processes import wait_until
 from tests.kit.calls import generate, holdings, idle, metrics
 from tests.kit.load import Life, Plan, abort, body, run_many, run_one, send
 from tests.kit.server import RunningServer, wait_for
@@ -116,7 +117,7 @@ def test_f_a_client_that_leaves_frees_every_stage(toy: RunningServer, phase: str
     wait_for(lambda: idle(toy), 5, "every slot free")
     assert metrics(toy)[CANCELLED] == counted + 1
     del before["tritonserver fds"]  # its gRPC keeps one more or less
-    wait_for(lambda: all(holdings(toy)[k] <= n for k, n in before.items()), 5, f"{before}, now {holdings(toy)}")
+    assert wait_until(lambda: all(holdings(toy)[k] <= n for k, n in before.items()), 5), (before, holdings(toy))
 
 
 def test_e_aborts_are_idempotent_never_stick_and_unknown_ids_are_harmless(toy: RunningServer) -> None:

@@ -19,6 +19,7 @@ from urllib.error import URLError
 import pytest
 
 from backends.connectors.base import PeerLost
+from backends.supervisor.processes import wait_until
 from tests.kit.calls import health, holdings, idle, memory_kb, metrics
 from tests.kit.lives import Tally, live, random_plan, report
 from tests.kit.load import Plan, body, run_many
@@ -66,7 +67,7 @@ def batch(server: RunningServer, held: dict[str, int], seed: int, count: int, de
     wait_for(lambda: is_back(server), BACK_S, "every worker back, every slot free")
     print(f"seed {seed}, load {os.getloadavg()[0]:.0f}, {seconds:.0f} s: {report(tally)}")
     assert tally.faults == []
-    wait_for(lambda: grown(server, held) == {}, 20, f"as before: {grown(server, held)}")
+    assert wait_until(lambda: grown(server, held) == {}, 20), grown(server, held)
     assert disagreements(counted, metrics(server), tally.seen) == []
     return tally
 
