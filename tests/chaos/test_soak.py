@@ -82,8 +82,9 @@ def slope_mb(lives: np.ndarray, kib: np.ndarray) -> float:
 
 def test_memory_and_names_stay_what_they_are(tmp_path: Path) -> None:
     with running_server([TOY_REPOSITORY]) as server:
-        large = {stage: {"frame_bytes": 1 << 20} for stage in ("tokens", "frames")}
-        run_many(server.grpc, [Plan(body(20, **large)) for _ in range(32)], 16)
+        for count, nbytes in ((1, 9 << 20), (32, 1 << 20)):  # the sizes of the lives: links and slabs exist
+            large = {stage: {"frame_bytes": nbytes} for stage in ("tokens", "frames")}
+            run_many(server.grpc, [Plan(body(20, **large))] * count, 16)
         wait_for(lambda: idle(server), 10, "idle before")
         before = holdings(server)
         clients = Clients(server.grpc)
