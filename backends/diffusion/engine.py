@@ -165,22 +165,22 @@ class DiffusionEngine:
         if not batch:
             return
         for drawing, prediction in self._predict(batch, events):
+            due, number = _due_previews(drawing.wish), drawing.step + 1
             try:
-                due = _due_previews(drawing.wish)
-                preview = self.model.update(drawing, prediction, drawing.step + 1 in due)
+                preview = self.model.update(drawing, prediction, number in due)
+                events.append(Progress(drawing.run, {"step": number, "steps": drawing.wish.steps}))
+                if preview is not None and drawing.wish.preview_every:
+                    self._sketch(Decode(drawing, preview, 0, number, due.index(number)), events)
             except COMPUTE_ERRORS as error:
                 log.exception("request %s: step failed", drawing.run.request_id)
-                self._fail(drawing, f"step {drawing.step + 1} failed: {error}", events)
+                self._fail(drawing, f"step {number} failed: {error}", events)
                 continue
-            events.append(Progress(drawing.run, {"step": drawing.step, "steps": drawing.wish.steps}))
-            if preview is not None and drawing.wish.preview_every:
-                self._sketch(Decode(drawing, preview, 0, drawing.step, due.index(drawing.step)), events)
-            elif preview is not None:
+            if preview is not None and not drawing.wish.preview_every:
                 self._drop_previews(drawing)  # an older one would only come late
-                self._decodes.append(Decode(drawing, preview, 0, drawing.step, due.index(drawing.step)))
+                self._decodes.append(Decode(drawing, preview, 0, number, due.index(number)))
             if not drawing.steps_left:
                 self._drop_previews(drawing)
-                self._decodes.append(Decode(drawing, drawing.noisy(), 0, drawing.step, None))
+                self._decodes.append(Decode(drawing, drawing.noisy(), 0, number, None))
 
     def _sketch(self, decode: Decode, events: list[Event]) -> None:
         """Fast previews, at once."""

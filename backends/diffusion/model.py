@@ -123,6 +123,8 @@ class Model:
         if wish.lora and wish.lora not in self.loras.names:
             has = ", ".join(self.loras.names) or "none"
             raise BadRequest(f"there is no LoRA '{wish.lora}'; this stage has: {has}", f"{at}.lora")
+        if wish.lora_scale != 1.0 and not wish.lora:
+            raise BadRequest("there is no LoRA that it could scale", f"{at}.lora_scale")
         if wish.step_cache and self.step_cached is None:
             raise BadRequest("this stage has no step cache (deploy: step_cache_threshold)", f"{at}.step_cache")
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.core.engine import Output
+from backends.core.engine import Failed, Output
 from backends.core.errors import BadRequest
 from backends.diffusion.options import OptionsError
-from tests.kit.tiny_image import engine_of, finish, image_run, pictures, save_tiny_image
+from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures, save_tiny_image
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(200)
@@ -115,6 +115,9 @@ def test_loras_that_do_not_exist_are_named(folder: Path, loras: dict, tmp_path: 
     with pytest.raises(BadRequest, match=r"no LoRA 'inc'; this stage has: ink, chalk") as caught:
         engine.open(image_run("3", **SIZE, steps=4, lora="inc"))
     assert caught.value.where == "stages.denoiser.lora" and not engine.busy
+    with pytest.raises(BadRequest, match="no LoRA that") as caught:
+        engine.open(image_run("3", **SIZE, steps=4, lora_scale=0.5))
+    assert caught.value.where == "stages.denoiser.lora_scale" and not engine.busy
     with pytest.raises(OptionsError, match=r"loras: 'ink': .*nowhere is missing"):
         engine_of(folder, loras={"ink": str(tmp_path / "nowhere")})
     with pytest.raises(OptionsError, match="loras: 'ink'"):
@@ -192,3 +195,19 @@ def test_exact_and_fast_previews_exclude_one_another(folder: Path) -> None:
     with pytest.raises(BadRequest, match="either") as caught:
         engine_of(folder).open(image_run("3", **SIZE, steps=4, partial_images=1, preview_every=1))
     assert caught.value.where == "stages.denoiser.preview_every"
+
+
+def test_a_fast_preview_that_fails_ends_its_own_run_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(folder)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine.model, "preview", fail)
+    run, other = (image_run("3", **SIZE, steps=4, seed=1, **more) for more in ({"preview_every": 2}, {}))
+    engine.open(run)
+    engine.open(other)
+    events = finish(engine)
+    (end,) = ends(events, run)
+    assert isinstance(end, Failed) and end.error.message == "step 2 failed: out of memory"
+    assert len(pictures(events, other)) == 1 and not pictures(events, run)
