@@ -71,6 +71,8 @@ def test_an_empty_last_chunk_is_a_piece_without_words():
         (GenerateRequest(messages=(Message("assistant", (Part("image"),)),)), "messages[0]"),
         (GenerateRequest(messages=CHAT.messages, stages={"talk": {}}), "stages.talk"),
         (said(Part("audio", in_video=True)), "messages[0]"),
+        (said(Part("audio", sample_rate=1)), "messages[0]"),
+        (said(Part("audio", sample_rate=384_000)), "messages[0]"),
         (said(Part("video"), Part("text"), Part("audio", in_video=True)), "messages[0]"),
         (said(Part("video"), Part("image", in_video=True)), "messages[0]"),
         (said(Part("video", fps=1), Part("video", fps=2)), "messages"),
