@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from backends.config.schema import OrchestratorDeploy
@@ -421,25 +421,22 @@ class Orchestrator:
             self._opener.close(handle)
 
     def _end(self, live: Live, end: life.End) -> None:
-        now = self._clock()
+        now, request_id, piece = self._clock(), live.arrival.request_id, None
+        if end.outcome is not life.Outcome.FAILED:
+            try:
+                piece = live.end_piece(end, now)
+            except Exception as error:  # the loop border: an answer that cannot be joined is an error, not silence
+                log.exception("answer %s could not be joined", request_id, extra={"request_id": request_id})
+                end = replace(end, outcome=life.Outcome.FAILED, error=Internal(f"{type(error).__name__}: {error}"))
         live.end, live.ended_s = end, now
         self._count_end(live, end, now)
-        if end.outcome is life.Outcome.FAILED:
-            error = end.error or Internal("failed without a reason")
-            request_id = live.arrival.request_id
-            facts = logs.about(request_id, error)
-            log.warning("request %s failed after %s: %s", request_id, live.usage(end), error.line(), extra=facts)
-            live.arrival.front.fail(error)
-            return
-        try:
-            piece = live.end_piece(end, now)
-        except Exception as error:  # the loop border: an answer that cannot be joined is an error, not silence
-            request_id = live.arrival.request_id
-            facts = {"request_id": request_id, "code": Internal.code}
-            log.exception("request %s: the answer could not be joined", request_id, extra=facts)
-            live.arrival.front.fail(Internal(f"{type(error).__name__}: {error}"))
-        else:
+        if piece is not None:
             live.arrival.front.end(piece)
+            return
+        error = end.error or Internal("failed without a reason")
+        facts = logs.about(request_id, error)
+        log.warning("request %s failed after %s: %s", request_id, live.usage(end), error.line(), extra=facts)
+        live.arrival.front.fail(error)
 
     def _count_end(self, live: Live, end: life.End, now: float) -> None:
         outcome = end.error.code if end.error is not None else end.outcome.value

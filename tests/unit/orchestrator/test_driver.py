@@ -159,6 +159,18 @@ def test_collected_without_text_says_no_text(play):
     assert client.ended.tensors == ()
 
 
+def test_an_answer_that_cannot_be_joined_is_an_error_and_counted_as_one(play):
+    s = play()
+    client = s.ask(chat("text", stream=False))
+    s.accept()
+    s.stages["tokens"].put(client.run, "text", 0, text=5)
+    s.turn()
+    s.finish("tokens", client.run)
+    assert isinstance(client.failed, Internal)
+    ends = s.orchestrator.metrics.requests.values
+    assert (ends["internal",], ends["completed",]) == (1, 0)
+
+
 def test_previews_are_left_out_of_the_one_response(play):
     s = play()
     client, run = speaking(s, chat("audio", stream=False))
