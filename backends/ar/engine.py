@@ -19,7 +19,7 @@ from backends.ar.load import load_llm
 from backends.ar.options import read_options
 from backends.ar.params import REFUSALS, Defaults, refusal_of, vllm_params
 from backends.ar.sampling import check_max_tokens, stage_sampling
-from backends.ar.tools import CallScanner, check_tools, forced_calls
+from backends.ar.tools import ANY, CallScanner, check_tools, forced_calls
 from backends.ar.upstream import scheduled
 from backends.core.engine import Event, Failed, Finished, Output, Run, Send
 from backends.core.errors import BadRequest, OmniError, StageFailed
@@ -77,6 +77,13 @@ class Live:
     """The last token belonged to a function call; kept by a pipeline's feed."""
     hidden: dict[int, Any] = field(default_factory=dict[int, Any])
     """Hidden rows by position, kept by a pipeline's taps for its feed."""
+
+    @property
+    def grammar_field(self) -> str:
+        """The field of the request that a grammar of its text comes from; "" if it may be any text."""
+        if self.sampling.json_schema is not None:
+            return "sampling.json_schema"
+        return "" if self.run.request.tool_choice == ANY else "tools"
 
     def usage(self) -> dict[str, float]:
         return {
@@ -192,7 +199,7 @@ class ArEngine:
             # vLLM serves low numbers first, our requests say high for urgent
             self.llm.add_request(live.key, inputs, params, priority=-live.run.request.priority if honours else 0)
         except REFUSALS as error:
-            raise refusal_of(error, live.sampling, "messages") from None
+            raise refusal_of(error, live.sampling, live.grammar_field or "messages") from None
         live.scheduled = scheduled(self.llm, live.key)
         self.live[live.key] = live
 
@@ -234,8 +241,8 @@ class ArEngine:
             reason = "tool_calls"
         if reason in ("stop", "length", "tool_calls"):
             return Finished(live.run, reason, live.usage())
-        if live.sampling.json_schema is not None:  # a grammar is compiled beside the steps; this is how it fails
-            error: OmniError = BadRequest("the schema cannot be turned into a grammar", "sampling.json_schema")
+        if live.grammar_field:  # a grammar is compiled beside the steps; this is how it fails
+            error: OmniError = BadRequest("the schema cannot be turned into a grammar", live.grammar_field)
         else:
             error = StageFailed(f"vLLM ended the run: {reason or 'no reason given'}", self.stage)
         return Failed(live.run, error)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 
 import numpy as np
 import pytest
 
-from backends.core.engine import Output
+from backends.core.engine import Output, Run
+from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest, Message, Sampling
 from backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from tests.kit.ar_worker import become_ar_worker
@@ -200,6 +202,14 @@ def test_forced_calls_are_calls_and_are_not_spoken(chain, choice, names):
         assert len(calls) == 1 and not job.text()
         assert job.end("thinker").reason == "tool_calls"
         assert not job.sent("talker", "codes").size
+
+
+def test_parameters_that_are_no_schema_are_the_tools_fault(chain):
+    broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
+    run = Run(os.urandom(16), "r", request(0, tools=(broken,), tool_choice="f"))
+    with pytest.raises(BadRequest) as caught:
+        chain.engines["thinker"].open(run)
+    assert caught.value.where == "tools" and not chain.engines["thinker"].busy
 
 
 def test_a_call_the_model_begins_by_itself_is_not_spoken(chain, reference):
