@@ -426,7 +426,7 @@ class Orchestrator:
             try:
                 piece = live.end_piece(end, now)
             except Exception as error:  # the loop border: an answer that cannot be joined is an error, not silence
-                log.exception("answer %s could not be joined", request_id, extra={"request_id": request_id})
+                log.exception("request %s: answer could not be joined", request_id, extra={"request_id": request_id})
                 end = replace(end, outcome=life.Outcome.FAILED, error=Internal(f"{type(error).__name__}: {error}"))
         live.end, live.ended_s = end, now
         self._count_end(live, end, now)
