@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from backends.core.errors import BadRequest
@@ -32,16 +33,28 @@ def check_request(pipeline: Pipeline, request: GenerateRequest, media: Mapping[s
         if stage not in {s.name for s in pipeline.stages}:
             known = ", ".join(s.name for s in pipeline.stages)
             raise BadRequest(f"unknown stage '{stage}'; stages: {known}", f"stages.{stage}")
-    for i, message in enumerate(request.messages):
-        for j, part in enumerate(message.parts):
-            if part.type != "text":
-                _check_slice(part, f"messages[{i}].content[{j}]", media)
+    _check_media(request, media)
     unused = [name for name in MEDIA if media.get(name) and name not in request.media()]
     if unused:
         raise BadRequest(f"tensor '{unused[0]}' was sent but no message part refers to it", unused[0])
 
 
-def _check_slice(part: Part, field: str, media: Mapping[str, int]) -> None:
+def _check_media(request: GenerateRequest, media: Mapping[str, int]) -> None:
+    """Slices are inside their tensors, and together no larger: each is copied, so that one shown a thousand times
+    would outgrow every bound on what is sent."""
+    covered: Counter[str] = Counter()
+    for i, message in enumerate(request.messages):
+        for j, part in enumerate(message.parts):
+            if part.type == "text":
+                continue
+            field = f"messages[{i}].content[{j}]"
+            covered[part.type] += _check_slice(part, field, media)
+            if covered[part.type] > media[part.type]:
+                raise BadRequest(f"parts of tensor '{part.type}' overlap; send what is meant twice twice", field)
+
+
+def _check_slice(part: Part, field: str, media: Mapping[str, int]) -> int:
+    """Its length, in elements."""
     available = media.get(part.type)
     if available is None:
         raise BadRequest(f"a part of type '{part.type}' needs the input tensor '{part.type}'", field)
@@ -56,3 +69,4 @@ def _check_slice(part: Part, field: str, media: Mapping[str, int]) -> None:
         )
     if part.type == "audio" and not part.sample_rate:
         raise BadRequest("an audio part needs a sample_rate", f"{field}.sample_rate")
+    return length

@@ -87,6 +87,13 @@ def test_good_media_pass():
     check_request(SEES, GenerateRequest(messages=(Message("user", parts),)), {"image": 18})
 
 
+def test_parts_that_overlap_are_refused():
+    parts = (Part("image", shape=(2, 2, 3)), Part("image", offset=6, shape=(2, 2, 3)))
+    with pytest.raises(BadRequest, match="overlap") as caught:
+        check_request(SEES, GenerateRequest(messages=(Message("user", parts),)), {"image": 18})
+    assert caught.value.where == "messages[0].content[1]"
+
+
 def test_media_nobody_refers_to_are_refused():
     with pytest.raises(BadRequest, match="no message part refers to it"):
         check_request(SEES, GenerateRequest(messages=(Message("user", "x"),)), {"image": 5})
