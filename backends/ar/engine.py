@@ -19,6 +19,7 @@ from backends.ar.load import load_llm
 from backends.ar.options import read_options
 from backends.ar.params import REFUSALS, Defaults, refusal_of, vllm_params
 from backends.ar.sampling import check_max_tokens, stage_sampling
+from backends.ar.schemas import check_schema
 from backends.ar.tools import ANY, CallScanner, check_tools, forced_calls
 from backends.ar.upstream import scheduled
 from backends.core.engine import Event, Failed, Finished, Output, Run, Send
@@ -130,6 +131,8 @@ class ArEngine:
     def open(self, run: Run) -> None:
         sampling = stage_sampling(run.options(self.stage), run.request.sampling, self.stage)
         check_max_tokens(sampling, self.max_model_len)
+        if sampling.json_schema is not None:
+            check_schema(sampling.json_schema, "sampling.json_schema")
         check_tools(run.request)
         self._prompts.check(run)
         live = Live(run, run.id.hex(), sampling, len(run.upstream), CallScanner() if run.request.tools else None)

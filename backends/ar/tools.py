@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from backends.ar.schemas import check_schema
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest
 
@@ -74,6 +75,8 @@ def check_tools(request: GenerateRequest) -> None:
             raise BadRequest("a tool needs a function with a name", f"tools[{place}]")
         if not isinstance(function.get("parameters", {}), Mapping):
             raise BadRequest("a function's parameters are a JSON schema", f"tools[{place}]")
+        if request.tool_choice != ANY:  # the grammar of a forced call
+            check_schema(function.get("parameters", {}), f"tools[{place}]")
     names = [tool["function"]["name"] for tool in request.tools]
     if request.tool_choice not in (ANY, *names) and not (names and request.tool_choice == MUST):
         raise BadRequest(f"'{request.tool_choice}' is not one of: auto, required, {', '.join(names)}", "tool_choice")

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a JSON schema may cost. Pure.
+
+A grammar is compiled whole, one after the other, and cannot be stopped: a schema without these bounds keeps all others
+waiting for minutes and takes gigabytes, long after its own request has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from backends.core.errors import BadRequest
+
+MAX_CHARS = 65_536
+MAX_PROPERTIES = 500  # of one object; time grows with their third power
+MAX_COUNT = 100_000
+MAX_REPEATS = 1000  # of a pattern; those of a group multiply with what is in it
+COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_REPEAT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+
+
+def check_schema(schema: Mapping[str, Any], where: str) -> None:
+    """Raise BadRequest for a schema that would take too long to compile."""
+    try:
+        size = len(json.dumps(schema))
+    except RecursionError:
+        raise BadRequest("the schema is nested too deeply", where) from None
+    if size > MAX_CHARS:
+        raise BadRequest(f"a schema may have {MAX_CHARS} characters, not {size}", where)
+    for node in _objects(schema):
+        properties, pattern = node.get("properties"), node.get("pattern")
+        if isinstance(properties, Mapping) and len(properties) > MAX_PROPERTIES:
+            raise BadRequest(f"an object may have {MAX_PROPERTIES} properties, not {len(properties)}", where)
+        for key in COUNTS:
+            if isinstance(node.get(key), int) and node[key] > MAX_COUNT:
+                raise BadRequest(f"{key} may be {MAX_COUNT}, not {node[key]}", where)
+        if isinstance(pattern, str) and _repeats(pattern) > MAX_REPEATS:
+            raise BadRequest(f"a pattern may repeat its parts {MAX_REPEATS} times", where)
+
+
+def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects in a JSON value."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, Mapping):
+            yield value
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+
+
+def _repeats(pattern: str) -> int:
+    """At most so many copies of its parts a pattern stands for, roughly."""
+    singles, groups = 1, 1
+    for found in _REPEAT.finditer(pattern):
+        count = max(int(number) for number in found.groups() if number)
+        if pattern[: found.start()].endswith(")"):
+            groups *= max(1, count)
+        else:
+            singles += count
+    return singles * groups
