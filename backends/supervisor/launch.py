@@ -111,6 +111,8 @@ class Launch:
         ]
         if self.explicit:
             command += ["--model-control-mode=explicit", "--load-model=*"]
+        if len(self.repositories) > 1:  # one pipeline that cannot be loaded must not take the others along
+            command.append("--exit-on-error=false")
         if self.key:
             command += [
                 f"--http-restricted-api={RESTRICTED}:{key}",
@@ -147,6 +149,10 @@ class Launch:
     def api(self) -> Api:
         """Access to the running server."""
         return Api(LOCAL if self.host == "0.0.0.0" else self.host, self.ports.http, self.key)
+
+    def pipelines(self) -> dict[str, set[str]]:
+        """Pipeline → its models. A repository holds the models of one pipeline and has its name."""
+        return {path.name: {config.parent.name for config in path.glob("*/config.pbtxt")} for path in self.repositories}
 
 
 @dataclass(frozen=True)

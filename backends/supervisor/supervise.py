@@ -85,6 +85,7 @@ class Supervisor:
         self._pool = ThreadPoolExecutor(2, "reload")
         self._probes = ThreadPoolExecutor(8, "probe")
         self._told: tuple[str, ...] = ()
+        self._not_loaded: tuple[str, ...] = ()
 
     # --- life ----------------------------------------------------------------------------------------------------
     def run(self) -> int:
@@ -107,7 +108,7 @@ class Supervisor:
         rundir.write_json(self.plan.launch.run_dir.path / rundir.FACTS_FILE, facts)
         if self.plan.info_file is not None:
             rundir.write_json(self.plan.info_file, facts)
-        self._health("ready")
+        self._health("degraded" if self._not_loaded else "ready", self._not_loaded)
 
     def _facts(self) -> dict[str, object]:
         launch = self.plan.launch
@@ -142,7 +143,7 @@ class Supervisor:
         return 0
 
     def _tell(self, actions: Sequence[Action]) -> None:
-        troubles = self.plan.watch.troubles
+        troubles = (*self.plan.watch.troubles, *self._not_loaded)
         for trouble in troubles:
             if trouble not in self._told:
                 self._say(f"trouble: {trouble}")
@@ -215,14 +216,28 @@ class Supervisor:
             if self._server.poll() is not None:
                 raise self._no_start("tritonserver ended while loading the models")
             self._show_instances(shown, start)
-            if launch.api().is_ready(PROBE_TIMEOUT_S):
+            if launch.api().is_live(PROBE_TIMEOUT_S):  # it answers when all models are loaded, or cannot be
                 self._show_instances(shown, start)
+                self._not_loaded = self._missing()
                 self._ready_s = time.monotonic() - start
                 self._say(f"tritonserver is ready after {self._ready_s:.1f} s (pid {self._server.pid})")
                 return True
             if time.monotonic() - start > self.plan.start_timeout_s:
                 raise self._no_start(f"the models were not ready after {self.plan.start_timeout_s:.0f} s")
         return False
+
+    def _missing(self) -> tuple[str, ...]:
+        """A trouble for every pipeline that could not be loaded; raises Problem if that is all of them."""
+        models, missing = self.plan.launch.api().models(), list[str]()
+        pipelines = self.plan.launch.pipelines()
+        for pipeline, names in pipelines.items():
+            states = [models.get(name, ("", f"{name} is unknown to the server")) for name in sorted(names)]
+            reasons = [reason for state, reason in states if state != "READY"]
+            if reasons:
+                missing.append(f"pipeline {pipeline} is not loaded: {'; '.join(dict.fromkeys(reasons))}")
+        if len(missing) == len(pipelines):
+            raise self._no_start("no pipeline could be loaded")
+        return tuple(missing)
 
     def _no_start(self, what: str) -> Problem:
         log = self.plan.server_log

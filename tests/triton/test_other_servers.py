@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from backends.config.repository import write
 from backends.control import probe
+from backends.supervisor.rundir import HEALTH_FILE
 from tests.kit.calls import generate, health, idle
 from tests.kit.load import Life, Plan, body, run_many, run_one
 from tests.kit.server import TOY_REPOSITORY, running_server, toy_repository, wait_for
@@ -100,6 +103,19 @@ def test_load_error_of_an_engine_is_the_models(tmp_path: Path) -> None:
     deploy = "pipeline: toy\nstages:\n  tokens: {}\n  frames: {}\n  wave: {engine: {no_such_option: 1}}\n"
     with pytest.raises(AssertionError, match="no_such_option"), running_server([toy_repository(tmp_path, deploy)]):
         pass
+
+
+def test_a_pipeline_that_cannot_be_loaded_leaves_the_others_up(tmp_path: Path) -> None:
+    file = tmp_path / "deploy.yaml"
+    file.write_text("pipeline: image\nstages:\n  denoiser: {engine: {model: no_such_folder}}\n")
+    write(tmp_path, file)
+    with running_server([TOY_REPOSITORY, tmp_path / "image"], supervised=True) as server:
+        status, answer = generate(server, text_input="x", max_tokens=2)
+        assert (status, answer["text_output"]) == (200, "w0 w1 ")
+        assert server.health() == "degraded"
+        found = json.loads((server.run_dir / HEALTH_FILE).read_text())
+        assert "pipeline image is not loaded" in found["troubles"][0] and "no_such_folder" in found["troubles"][0]
+        assert generate(server, "image", text_input="a red 7", operation="image")[0] == 400  # 24.10 has no 503
 
 
 def test_generate_without_the_speech_stages(tmp_path: Path) -> None:
