@@ -35,6 +35,8 @@ MAX_FILM_FRAMES = 128
 MAX_FILM_PIXELS = 768 * 28 * 28
 """Larger frames are made smaller."""
 MAX_DECODED_FRAMES = 16_384
+MAX_DECODED_PIXELS = 1 << 34
+"""Of all frames of a film together: 68 s of 3840x2160 at 30 a second. Nothing can stop a decoder that is at work."""
 MAX_BYTES = 256 * 1024 * 1024
 """Of all tensors of a request together. A server has a bound of its own: `max_media_bytes` in its deploy file."""
 CONTAINERS = "wav,mp3,flac,ogg,aac,mov,matroska"
@@ -160,9 +162,14 @@ def decode_film(data: bytes) -> np.ndarray:
     kept: list[np.ndarray] = []
     with _opened(data, "video") as container:
         size = _frame_size(container)
+        left = MAX_DECODED_PIXELS
         for count, frame in enumerate(container.decode(video=0)):
-            if count == MAX_DECODED_FRAMES or frame.width * frame.height > MAX_PIXELS:
+            pixels = frame.width * frame.height
+            left -= pixels
+            if count == MAX_DECODED_FRAMES or pixels > MAX_PIXELS:
                 raise MediaError(f"A film may have {MAX_DECODED_FRAMES} frames of {MAX_PIXELS} pixels.")
+            if left < 0:
+                raise MediaError(f"The frames of a film may have {MAX_DECODED_PIXELS} pixels together.")
             while (frame.time or 0.0) * FILM_FRAMES_PER_S >= len(kept):
                 if len(kept) == MAX_FILM_FRAMES:
                     raise MediaError(f"A film may have {MAX_FILM_FRAMES / FILM_FRAMES_PER_S:g} seconds.")

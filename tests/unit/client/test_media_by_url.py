@@ -167,16 +167,39 @@ def test_sound_in_a_film_is_a_sound_and_pictures_are_no_film() -> None:
         media.video(picture())
 
 
-def test_a_film_in_an_unknown_codec() -> None:
+def film(frames: int) -> bytes:
+    """64 x 48, two a second."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as container:
         track = container.add_stream("mpeg4", rate=2)
         track.width, track.height, track.pix_fmt = 64, 48, "yuv420p"
-        container.mux(track.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8))))
+        for _ in range(frames):
+            container.mux(track.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8))))
         container.mux(track.encode(None))
-    assert len(Media().video(file.getvalue()).shape) == 4
+    return file.getvalue()
+
+
+def test_a_film_in_an_unknown_codec() -> None:
+    assert Media().video(film(1)).shape == (1, 48, 64, 3)
     with pytest.raises(MediaError, match="codec"):
-        Media().video(file.getvalue().replace(b"V_MPEG4", b"V_OTHER"))
+        Media().video(film(1).replace(b"V_MPEG4", b"V_OTHER"))
+
+
+@pytest.mark.parametrize(
+    ("bound", "most", "says"),
+    [
+        ("MAX_DECODED_FRAMES", 3, "3 frames"),
+        ("MAX_DECODED_PIXELS", 3 * 64 * 48, "9216 pixels together"),
+        ("MAX_PIXELS", 64 * 48 - 1, "of 3071 pixels"),
+        ("MAX_FILM_FRAMES", 3, "1.5 seconds"),
+    ],
+)
+def test_the_bounds_of_a_film(monkeypatch: pytest.MonkeyPatch, bound: str, most: int, says: str) -> None:
+    monkeypatch.setattr(f"client.media.{bound}", most)
+    if bound != "MAX_PIXELS":  # of each frame, whatever their number
+        assert Media().video(film(3)).shape[0] == 3
+    with pytest.raises(MediaError, match=says):
+        Media().video(film(4))
 
 
 def test_a_sound_whose_title_is_not_utf8() -> None:
