@@ -51,7 +51,7 @@ class MediaRows:
             return
         for span in spans:
             live = self._live.get(span.key)
-            if live is None or not live.run.feeds:
+            if live is None or not live.run.feeds or live.completion_tokens:  # sent; preempted, it comes here again
                 continue
             places = wanted[span.start : span.start + span.count].nonzero()[:, 0].tolist()
             rows = layers[0][[span.start + place for place in places]].float().cpu()
