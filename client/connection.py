@@ -70,15 +70,17 @@ class AsyncClient:
             call["parameters"] = {wire.TRACEPARENT: traceparent}
             headers = {**headers, wire.TRACEPARENT: traceparent}
         stream: Any = self._triton.stream_infer(_once(call), stream_timeout=timeout_s, headers=headers)
+        failure: OmniError | None = None
         whole = False
         try:
             async for result, error in stream:  # to its end: cancelling right after FINAL leaks in the 24.10 server
                 if error is not None:
-                    raise failures.of_triton(error.message())
-                yield piece_of(result)
-                whole = is_final(result)
+                    failure = failures.of_triton(error.message())
+                elif failure is None:
+                    yield piece_of(result)
+                    whole = is_final(result)
             if not whole:
-                raise wire.from_line("[unavailable] the server closed the stream before its end")
+                raise failure or wire.from_line("[unavailable] the server closed the stream before its end")
         except grpc.RpcError as error:
             raise failures.of_grpc(error) from error
         finally:
