@@ -31,13 +31,14 @@ def check_schema(schema: Mapping[str, Any], where: str) -> None:
     if size > MAX_CHARS:
         raise BadRequest(f"a schema may have {MAX_CHARS} characters, not {size}", where)
     for node in _objects(schema):
-        properties, pattern = node.get("properties"), node.get("pattern")
+        properties, named = node.get("properties"), node.get("patternProperties")
+        patterns = [node.get("pattern"), *(named if isinstance(named, Mapping) else ())]
         if isinstance(properties, Mapping) and len(properties) > MAX_PROPERTIES:
             raise BadRequest(f"an object may have {MAX_PROPERTIES} properties, not {len(properties)}", where)
         for key in COUNTS:
-            if isinstance(node.get(key), int) and node[key] > MAX_COUNT:
+            if isinstance(node.get(key), int | float) and node[key] > MAX_COUNT:
                 raise BadRequest(f"{key} may be {MAX_COUNT}, not {node[key]}", where)
-        if isinstance(pattern, str) and _repeats(pattern) > MAX_REPEATS:
+        if any(isinstance(pattern, str) and _repeats(pattern) > MAX_REPEATS for pattern in patterns):
             raise BadRequest(f"a pattern may repeat its parts {MAX_REPEATS} times", where)
 
 
@@ -53,12 +54,12 @@ def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
             left += value
 
 
-def _repeats(pattern: str) -> int:
+def _repeats(pattern: str) -> float:
     """At most so many copies of its parts a pattern stands for, roughly."""
-    singles, groups = 1, 1
+    singles, groups = 1.0, 1.0
     for found in _REPEAT.finditer(pattern):
-        count = max(int(number) for number in found.groups() if number)
-        if pattern[: found.start()].endswith(")"):
+        count = max(float(number) for number in found.groups() if number)  # int refuses 5000 digits
+        if pattern.endswith(")", 0, found.start()):
             groups *= max(1, count)
         else:
             singles += count

@@ -29,6 +29,9 @@ def properties(count: int) -> dict[str, Any]:
         ({"type": "array", "minItems": 1_000_000}, "minItems may be 100000"),
         ({"type": "string", "pattern": "((a{1,500}){1,500}){1,500}"}, "repeat"),
         ({"type": "string", "pattern": "a{1,10000}"}, "repeat"),
+        ({"type": "string", "pattern": "a{" + "9" * 5000 + "}"}, "repeat"),
+        ({"type": "object", "patternProperties": {"a{1,10000}": {}}}, "repeat"),
+        ({"type": "string", "maxLength": 1e9}, "maxLength"),
         ({"type": "string", "pattern": "(?:ab{3}){400,}"}, "repeat"),
     ],
 )
