@@ -53,7 +53,7 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     try:
         function = call["function"]
         return {"type": "function", "function": function | {"arguments": json.loads(function["arguments"])}}
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise BadRequest("a call has a function with a name and arguments, the text of a JSON object", where) from None
 
 
