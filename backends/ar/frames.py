@@ -184,14 +184,13 @@ class FrameEngine:
             )
         params = self._params(live.sampling, room, live.key)
         live.rows = RowRun(taken.prompt, self.model.pad_row, _generator(params, taken.prompt), taken.positions)
-        self.store.runs[live.key] = live.rows
         prompt = TokensPrompt(prompt_token_ids=[self.model.pad_token] * length)
         try:
             self.llm.add_request(live.key, prompt, params)
         except REFUSALS as error:
-            del self.store.runs[live.key]
             raise refusal_of(error, live.sampling, "messages") from None
         live.scheduled = scheduled(self.llm, live.key)
+        self.store.runs[live.key] = live.rows
         self._live[live.key] = live
 
     def _params(self, sampling: Sampling, room: int, key: str) -> SamplingParams:
