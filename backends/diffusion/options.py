@@ -301,7 +301,7 @@ def _pictures(parts: Sequence[Part], field: str, limits: Limits) -> tuple[tuple[
             raise BadRequest(f"this model draws from text and pictures, not from {part.type}", at)
         if part.type == "image" and not limits.max_pictures:
             raise BadRequest("this model draws from text only; it does not edit pictures", at)
-        if len(part.shape) == 2 and mask is None:
+        if part.type == "image" and len(part.shape) == 2 and mask is None:
             mask = part
             if not limits.masks:
                 raise BadRequest("this model edits whole pictures; it takes no mask", at)

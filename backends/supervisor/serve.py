@@ -52,9 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def written(deploy_files: list[Path], run_dir: RunDir) -> list[Path]:
     """Model repositories made of deploy files, in the run's folder. Raises Problem for a file that cannot be used."""
     out = run_dir.path / "model_repository"
-    for file in deploy_files:
+    for count, file in enumerate(deploy_files, 1):
         try:
             write(out, file)
+            if len(list(out.glob("*"))) < count:
+                raise ConfigError(f"{file}: another deploy file has its pipeline already")
         except (ConfigError, LookupError) as error:
             run_dir.remove()
             raise Problem(str(error), f"correct {file}; docs/operations.md explains the keys") from None

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,6 +162,8 @@ class Supervisor:
     def _observe(self) -> Observation:
         launch = self.plan.launch
         alive = self._server is not None and self._server.poll() is None
+        if self._not_loaded and (models := launch.api().models()):  # an operator may have loaded it since
+            self._not_loaded = self._missing(models)
         records = read_records(launch.run_dir.path) if alive else []
         self._pids.update(record.worker_pid for record in records if record.worker_pid)
         reloaded = {model: future.result() for model, future in self._reloads.items() if future.done()}
@@ -218,7 +220,12 @@ class Supervisor:
             self._show_instances(shown, start)
             if launch.api().is_live(PROBE_TIMEOUT_S):  # it answers when all models are loaded, or cannot be
                 self._show_instances(shown, start)
-                self._not_loaded = self._missing()
+                models = launch.api().models()
+                if not models:
+                    continue
+                self._not_loaded = self._missing(models)
+                if len(self._not_loaded) == len(launch.repositories):
+                    raise self._no_start("no pipeline could be loaded")
                 self._ready_s = time.monotonic() - start
                 self._say(f"tritonserver is ready after {self._ready_s:.1f} s (pid {self._server.pid})")
                 return True
@@ -226,17 +233,14 @@ class Supervisor:
                 raise self._no_start(f"the models were not ready after {self.plan.start_timeout_s:.0f} s")
         return False
 
-    def _missing(self) -> tuple[str, ...]:
-        """A trouble for every pipeline that could not be loaded; raises Problem if that is all of them."""
-        models, missing = self.plan.launch.api().models(), list[str]()
-        pipelines = self.plan.launch.pipelines()
-        for pipeline, names in pipelines.items():
+    def _missing(self, models: Mapping[str, tuple[str, str]]) -> tuple[str, ...]:
+        """A trouble for every pipeline that is not loaded."""
+        missing: list[str] = []
+        for pipeline, names in self.plan.launch.pipelines().items():
             states = [models.get(name, ("", f"{name} is unknown to the server")) for name in sorted(names)]
             reasons = [reason for state, reason in states if state != "READY"]
             if reasons:
                 missing.append(f"pipeline {pipeline} is not loaded: {'; '.join(dict.fromkeys(reasons))}")
-        if len(missing) == len(pipelines):
-            raise self._no_start("no pipeline could be loaded")
         return tuple(missing)
 
     def _no_start(self, what: str) -> Problem:

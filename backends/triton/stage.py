@@ -114,7 +114,11 @@ class TritonPythonModel:
             raise pb.TritonModelException(f"stage {self.stage.name}: {self._loop.refusal}")
 
     def _run(self) -> None:
-        self._loop.start()
+        try:
+            self._loop.start()
+        except Exception as error:  # the loop border: `initialize` waits for a word
+            log.exception("the worker could not be started")
+            self._loop.settle(f"{type(error).__name__}: {error}")
         while not self._closing:
             try:
                 self._loop.turn()

@@ -136,7 +136,7 @@ class StageLoop:
             self._worker = self.hub.adopt(self.keeper.start(now))
         except OSError as error:  # no such interpreter, no memory: tried again with back-off
             log.error("the worker could not be started: %s", error)
-            self._settle(f"the worker could not be started: {error}")
+            self.settle(f"the worker could not be started: {error}")
             self.keeper.died(now)
 
     def turn(self, timeout_s: float = TURN_S) -> None:
@@ -276,7 +276,7 @@ class StageLoop:
 
     def _on_ping(self, ping: msg.Ping) -> None:
         if ping.state == "failed":
-            self._settle(ping.text)
+            self.settle(ping.text)
         elif ping.state == "ready" and self.keeper.state != "ready":
             self.keeper.is_ready(self._clock())
             self.settled = True
@@ -292,14 +292,14 @@ class StageLoop:
         self._note(msg.Ping())  # nothing is live, and the next worker counts from zero
         for call in [c for c in self._calls.values() if not c.ended]:
             self._fail(call, self._death())
-        self._settle("the engine worker died while loading")
+        self.settle("the engine worker died while loading")
         if not self.refusal:
             self.keeper.died(self._clock())
 
     def _death(self) -> OmniError:
         return StageFailed("the stage's worker died", self.stage)
 
-    def _settle(self, refusal: str) -> None:
+    def settle(self, refusal: str) -> None:
         """The first worker will never be ready. The first reason counts; later workers are the keeper's business."""
         if not self.settled:
             self.refusal = refusal
@@ -315,6 +315,6 @@ class StageLoop:
         elif self._worker is not None and now - self._heard_s > bound > 0:
             silent = "gave no sign of life for" if ready else "was not ready within"
             log.error("the engine %s %g s", silent, bound)
-            self._settle(f"the engine {silent} {bound:g} s")
+            self.settle(f"the engine {silent} {bound:g} s")
             self.keeper.kill()  # its link closes, which is handled like any other death
             self._heard_s = now

@@ -16,6 +16,7 @@ from client.openai.app import Settings, make_app
 
 API_KEY_VARIABLE = "TRITON_OMNI_API_KEY"
 GRACE_S = 5
+MAX_HEAD_BYTES = 64 * 1024
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -50,6 +51,7 @@ async def serve(options: argparse.Namespace) -> None:
     app = make_app(AsyncClient(options.triton, pairs(options.header)), settings)
     config = uvicorn.Config(
         app, options.host, options.port, loop="asyncio", timeout_graceful_shutdown=GRACE_S,
+        http="h11", h11_max_incomplete_event_size=MAX_HEAD_BYTES,  # httptools bounds neither a header nor their number
         log_config=None,  # uvicorn's loggers write where all others do, in one format
     )  # fmt: skip
     await uvicorn.Server(config).serve()

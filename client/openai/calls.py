@@ -60,8 +60,10 @@ class Pieces:
         for coming in self._coming.values():
             coming.cancel()
         await asyncio.gather(*self._coming.values(), return_exceptions=True)
-        for source in self._sources.values():
-            await source.aclose()
+        closing = (source.aclose() for source in self._sources.values())
+        for failed in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(failed, BaseException):
+                raise failed
 
     async def begin(self) -> None:
         """Wait a while for the first piece. Raises ApiError if an error comes first: it can still be the answer."""

@@ -37,6 +37,8 @@ async def _sources(form: FormData) -> Sources:
     parts = [await _part(value, "image", found.image) for key in PICTURES for value in form.getlist(key)]
     if not parts:
         raise missing("image")
+    if len(form.getlist("mask")) > 1:
+        raise invalid("mask", "There is one mask at most.")
     if "mask" in form:
         mask = await _part(form["mask"], "mask", found.mask)
         if mask.shape != parts[0].shape[:2]:

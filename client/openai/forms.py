@@ -22,7 +22,7 @@ _NESTED = re.compile(rf"[^\[\]]+(?:{_INNER.pattern})+")
 @asynccontextmanager
 async def opened_form(request: Request, max_files: int) -> AsyncIterator[FormData]:
     """The body as a form. Raises ApiError for another kind of body."""
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise ApiError(400, "The body must be multipart/form-data.", code="invalid_form")
     async with request.form(max_files=max_files, max_fields=MAX_FIELDS) as form:
         yield form
