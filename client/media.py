@@ -77,6 +77,11 @@ class Media:
         offset = self._add(VIDEO, frames)
         return Part(VIDEO, offset=offset, length=frames.size, shape=frames.shape, fps=FILM_FRAMES_PER_S)
 
+    def sound_of(self, film: bytes) -> Part:
+        """The part for the sound of a video file; it stands right after the part of the film itself."""
+        sound = decode_speech(film)
+        return Part(AUDIO, offset=self._add(AUDIO, sound), length=len(sound), sample_rate=SPEECH_HZ, in_video=True)
+
     @property
     def tensors(self) -> dict[str, np.ndarray]:
         """Name → everything of that kind, one after the other."""

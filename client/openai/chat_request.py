@@ -57,6 +57,7 @@ async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
     one_call = fields.has("parallel_tool_calls") and not fields.flag("parallel_tool_calls")
     options = extras.request(fields)
     options["stages"] = images.with_options(options["stages"], images.drawing_options(fields))
+    reader.with_film_sounds = _film_sounds(fields)
     fields.nothing_else(IGNORED)
     messages = await reader.read(raw_messages)
     request = GenerateRequest(
@@ -101,6 +102,16 @@ def _stream(fields: Fields) -> tuple[bool, bool]:
     options.flag("include_obfuscation")
     options.nothing_else()
     return is_stream, with_usage
+
+
+def _film_sounds(fields: Fields) -> bool:
+    """vLLM's words for: the sound of a film is read together with its frames."""
+    options = fields.inner("mm_processor_kwargs")
+    if options is None:
+        return False
+    wanted = options.flag("use_audio_in_video")
+    options.nothing_else()
+    return wanted
 
 
 def _modalities(fields: Fields) -> tuple[str, ...]:

@@ -35,6 +35,8 @@ class Reader:
 
     def __init__(self, transcripts: Transcripts, fetch: Fetch = read_url) -> None:
         self.media = Media()
+        self.with_film_sounds = False
+        """Films bring their own sound along."""
         self._media_count = 0
         self._transcripts = transcripts
         self._fetch = fetch
@@ -77,7 +79,8 @@ class Reader:
             raise missing(f"{path}.content")
         if not isinstance(content, list) or not content:
             raise invalid(f"{path}.content", "'content' must be a string or an array of content parts.", "invalid_type")
-        return tuple([await self._part(part, f"{path}.content[{i}]") for i, part in enumerate(content)])
+        parts = [await self._parts(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+        return tuple(part for several in parts for part in several)
 
     def _transcript(self, audio: Fields) -> str:
         audio_id = audio.text("id", needed=True) or ""
@@ -87,18 +90,19 @@ class Reader:
             raise invalid(audio.name("id"), message, "audio_expired")
         return transcript
 
-    async def _part(self, value: Any, path: str) -> Part:
+    async def _parts(self, value: Any, path: str) -> list[Part]:
+        """The part; of a film also its sound, if that is wanted."""
         fields = _fields(value, path)
         kind = fields.text("type", needed=True)
         if kind in ("text", "refusal"):
-            return Part("text", fields.text(kind, needed=True) or "")
+            return [Part("text", fields.text(kind, needed=True) or "")]
         if kind != "input_audio" and kind not in URL_PARTS:
             raise unsupported(f"{path}.type", f"Content parts of the type '{kind}' are not supported here.")
         self._media_count += 1
         if self._media_count > MAX_MEDIA:
             raise invalid(path, f"A request may bring {MAX_MEDIA} pictures, sounds and films together.")
         inner = _needed(fields, kind)
-        return await (self._by_url(inner, URL_PARTS[kind]) if kind in URL_PARTS else self._input_audio(inner))
+        return await self._by_url(inner, URL_PARTS[kind]) if kind in URL_PARTS else [await self._input_audio(inner)]
 
     async def _input_audio(self, fields: Fields) -> Part:
         if fields.choice("format", AUDIO_FORMATS) is None:  # it need not be true: the data itself says what it is
@@ -109,7 +113,7 @@ class Reader:
         with blaming(param, "invalid_audio"):
             return await asyncio.to_thread(lambda: self.media.audio(from_base64(data)))
 
-    async def _by_url(self, fields: Fields, kind: str) -> Part:
+    async def _by_url(self, fields: Fields, kind: str) -> list[Part]:
         url = fields.text("url", needed=True, most=MAX_URL_CHARS) or ""
         if kind == "image":
             fields.choice("detail", ("auto", "low", "high", "original"))
@@ -118,7 +122,10 @@ class Reader:
         with blaming(param, f"invalid_{kind}_url"):
             data = await self._fetch(url)
         with blaming(param, f"invalid_{kind}"):
-            return await asyncio.to_thread(_ADD[kind], self.media, data)
+            parts = [await asyncio.to_thread(_ADD[kind], self.media, data)]
+            if kind == "video" and self.with_film_sounds:
+                parts.append(await asyncio.to_thread(self.media.sound_of, data))
+            return parts
 
 
 @contextmanager

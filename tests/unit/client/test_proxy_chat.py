@@ -441,19 +441,42 @@ def test_a_film_becomes_the_video_tensor(sdk: openai.OpenAI, backend: FakeBacken
     assert np.all(np.diff(brightness) > 20), "every half second a brighter picture"
 
 
-def film(seconds: int) -> bytes:
-    """A film of ten frames a second that grows from black to white."""
+def test_a_film_brings_its_sound_along_where_asked(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    url = "data:video/mp4;base64," + base64.b64encode(film(seconds=2, sounding=True)).decode()
+    messages = [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}]
+    complete(sdk, messages=messages, extra_body={"mm_processor_kwargs": {"use_audio_in_video": True}})
+    picture, sound = backend.seen[0].request.messages[0].parts
+    assert (picture.type, sound.type, sound.in_video) == ("video", "audio", True)
+    assert abs(sound.length - 2 * 16_000) < 2_000 and sound.sample_rate == 16_000
+    heard = backend.seen[0].media["audio"]
+    assert len(heard) == sound.length and 0.2 < np.abs(heard[4_000:28_000]).max() < 0.3
+
+    silent = "data:video/mp4;base64," + base64.b64encode(film(seconds=1)).decode()
+    messages[0]["content"][0]["video_url"]["url"] = silent
+    with pytest.raises(openai.BadRequestError, match="no audio track") as caught:
+        complete(sdk, messages=messages, extra_body={"mm_processor_kwargs": {"use_audio_in_video": True}})
+    assert caught.value.param == "messages[0].content[0].video_url.url"
+
+
+def film(seconds: int, sounding: bool = False) -> bytes:
+    """A film of ten frames a second that grows from black to white, with a hum of 440 Hz if it is `sounding`."""
     import av
 
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         stream: Any = container.add_stream("mpeg4", rate=10)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        track: Any = container.add_stream("aac", rate=16_000, layout="mono") if sounding else None
         count = seconds * 10
         for i in range(count):
             pixels = np.full((48, 64, 3), 255 * i // count, np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode(None))
+        if track is not None:
+            hum = 0.25 * np.sin(2 * np.pi * 440 * np.arange(seconds * 16_000) / 16_000, dtype=np.float32)
+            frame = av.AudioFrame.from_ndarray(hum[None], format="fltp", layout="mono")
+            frame.sample_rate = 16_000
+            container.mux([*track.encode(frame), *track.encode(None)])
     return file.getvalue()
 
 
