@@ -8,6 +8,7 @@ comes out is the reference's to 1e-5, and one other code in any book of any fram
 from __future__ import annotations
 
 import base64
+import json
 import subprocess
 import sys
 import threading
@@ -260,6 +261,30 @@ def test_unknown_voices_are_refused_with_the_known_ones(client: Client, server: 
         list(client.generate("qwen3_omni", request, timeout_s=60))
     assert caught.value.where == "voice"
     wait_for(lambda: idle(server, "qwen3_omni"), 10.0, "every run is over")
+
+
+def test_forced_calls_and_json_through_the_sdk(server: RunningServer) -> None:
+    from openai import OpenAI
+
+    chats = OpenAI(base_url=server.openai, api_key="none", timeout=240, max_retries=0).chat.completions
+    cities = [{"city": "Rome"}, {"city": "Oslo"}]  # a random model would write blanks for ever where a schema lets it
+    schema = {"type": "object", "enum": cities}
+    common: Any = {"model": "qwen3_omni", "messages": [{"role": "user", "content": "Where?"}], "modalities": ["text"]}
+    common |= {"temperature": 0.0, "max_tokens": 100}
+    weather: Any = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+
+    choice = chats.create(**common, tools=[weather], tool_choice=named).choices[0]
+    assert choice.finish_reason in ("tool_calls", "stop") and not choice.message.content
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "weather" and json.loads(call.function.arguments) in cities
+    streamed = list(chats.create(**common, tools=[weather], tool_choice=named, stream=True))
+    deltas = [d for piece in streamed for c in piece.choices for d in c.delta.tool_calls or ()]
+    assert "".join(d.function.arguments or "" for d in deltas) == call.function.arguments
+
+    form: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
+    answer = chats.create(**common, response_format=form).choices[0]
+    assert answer.finish_reason == "stop" and json.loads(answer.message.content) in cities
 
 
 def test_cancelled_requests_leave_nothing(client: Client, server: RunningServer, reference: dict[Key, Any]) -> None:
