@@ -12,7 +12,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from backends.ar.options import ArOptions, OptionsError, checkpoint
+from backends.ar.options import ArOptions, checkpoint
+from backends.core.engine import OptionsError
 from backends.core.pipeline import EngineContext
 
 OURS = frozenset({"model", "threads", "sampling", "vllm", "enforce_eager", "hf_overrides", "limit_mm_per_prompt"})

@@ -11,14 +11,11 @@ from typing import Annotated, Any
 
 import msgspec
 
+from backends.core.engine import OptionsError
 from backends.core.hints import nearest_key
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class OptionsError(ValueError):
-    """Engine options or the checkpoint they name cannot be used; the text names the key or the file."""
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ import msgspec
 
 from backends.ar.options import SamplingDefaults
 from backends.core.errors import BadRequest
-from backends.core.generate import Sampling
+from backends.core.generate import Sampling, stage_options
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed")
 MAX_STOPS = 16  # every stop string is searched in every step
@@ -35,13 +35,7 @@ def stage_sampling(options: Mapping[str, Any], sampling: Sampling, stage: str) -
     """`sampling` with the request's own options for one stage on top; raises BadRequest naming the key."""
     if not options:
         return sampling
-    given = msgspec.to_builtins(sampling) | dict(options)
-    try:
-        return msgspec.convert(given, Sampling)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        key = path.rstrip("`").lstrip(".") or (message.split("`")[1] if "unknown field" in message else "")
-        raise BadRequest(message, f"stages.{stage}.{key}".rstrip(".")) from None
+    return stage_options(msgspec.to_builtins(sampling) | dict(options), Sampling, stage)
 
 
 def check_max_tokens(sampling: Sampling, most: int) -> None:

@@ -7,7 +7,7 @@ A ramp between them keeps each chunk shorter than what has been said before it c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Annotated, Any
@@ -19,6 +19,7 @@ from backends.codec.decoder import Decoder, Window
 from backends.core.chunk import Chunk, Tensor
 from backends.core.engine import Event, Finished, Output, Run
 from backends.core.errors import BadRequest
+from backends.core.generate import stage_options
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 
@@ -48,16 +49,6 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     first_chunk_frames: Count | None = None
     chunk_frames: Count | None = None
-
-
-def run_options(given: Mapping[str, Any], stage: str) -> RunOptions:
-    """A request's own options; raises BadRequest naming the key."""
-    try:
-        return msgspec.convert(dict(given), RunOptions)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        key = path.rstrip("`").lstrip(".") or (message.split("`")[1] if "unknown field" in message else "")
-        raise BadRequest(message, f"stages.{stage}.{key}".rstrip(".")) from None
 
 
 @dataclass(eq=False, slots=True)
@@ -95,7 +86,7 @@ class CodecEngine:
             raise ValueError(f"max_queued_frames must be at least {longest + decoder.right} for these chunks")
 
     def open(self, run: Run) -> None:
-        own = run_options(run.options(self.stage), self.stage)
+        own = stage_options(run.options(self.stage), RunOptions, self.stage)
         for key in CHUNKS:
             frames = getattr(own, key)
             if frames is not None and frames > self._largest:

@@ -19,6 +19,10 @@ from backends.core.errors import OmniError
 from backends.core.generate import GenerateRequest
 
 
+class OptionsError(ValueError):
+    """Engine options or the model they name cannot be used; the text names the stage, the key or the file."""
+
+
 @dataclass(eq=False, slots=True)
 class Run:
     """One request inside one stage. Made by the worker; read by the engine, which may hang its state on `state`.

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from backends.core.errors import BadRequest
+from backends.core.hints import blamed
 
 MAX_REQUEST_ID_CHARS = 256
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
@@ -118,6 +120,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
         return frozenset(p.type for m in self.messages for p in m.parts if p.type != "text")
 
 
+Options = TypeVar("Options", bound=msgspec.Struct)
+
 _decoder = msgspec.json.Decoder(GenerateRequest)
 _encoder = msgspec.json.Encoder()
 
@@ -127,13 +131,19 @@ def decode_request(data: bytes) -> GenerateRequest:
     try:
         return _decoder.decode(data)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        field = path.rstrip("`").lstrip(".")
-        if not field and "unknown field" in message:  # msgspec names the key in the text, not in the path
-            field = message.split("`")[1]
+        message, field = blamed(error)
         raise BadRequest(message, field or "request") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"not valid JSON: {error}", "request") from None
+
+
+def stage_options(given: Mapping[str, Any], kind: type[Options], stage: str) -> Options:
+    """A request's own options for one stage as `kind`; raises BadRequest naming the key."""
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        message, key = blamed(error)
+        raise BadRequest(message, f"stages.{stage}.{key}".rstrip(".")) from None
 
 
 def encode_request(request: GenerateRequest) -> bytes:

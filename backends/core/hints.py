@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to say beside msgspec's "unknown field": the known key that was probably meant."""
+"""What msgspec's words are about: the place in the value, and the known key that was probably meant."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+import msgspec
+
+
+def blamed(error: msgspec.ValidationError) -> tuple[str, str]:
+    """(message, path of the value it is about: "messages[0].role"; "" is the whole)."""
+    message, _, path = str(error).partition(" - at `$")
+    key = path.rstrip("`").lstrip(".")
+    if not key and "unknown field" in message:  # msgspec names the key in the text, not in the path
+        key = message.split("`")[1]
+    return message, key
 
 
 def nearest_key(message: str, known: Iterable[str]) -> str:

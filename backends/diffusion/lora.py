@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from backends.diffusion.options import OptionsError
+from backends.core.engine import OptionsError
 
 
 class Loras:

@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from backends.core.engine import OptionsError
 from backends.core.errors import BadRequest
 from backends.diffusion.drawing import Drawing, Kept
 from backends.diffusion.edit import Editor
 from backends.diffusion.forward import Forward, OneByOne, Padded, Prediction
 from backends.diffusion.lora import Loras
-from backends.diffusion.options import SIZE_MULTIPLE, DiffusionOptions, Limits, OptionsError, Wish
+from backends.diffusion.options import SIZE_MULTIPLE, DiffusionOptions, Limits, Wish
 from backends.diffusion.packed import Packed, lacks
 from backends.diffusion.sketch import Sketch
 from backends.diffusion.step_cache import StepCached

@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from backends.core.engine import OptionsError
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest, Part
-from backends.core.hints import nearest_key
+from backends.core.hints import blamed, nearest_key
 
 MAX_SEED = 2**63 - 1
 MAX_PROMPT_CHARS = 32_000
@@ -31,10 +32,6 @@ SOURCE_MULTIPLE = 32
 """Pictures to edit are brought to sides of whole 32 pixels."""
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class OptionsError(ValueError):
-    """Engine options or the model they name cannot be used; the text names the key or the file."""
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -263,12 +260,9 @@ def _options(given: Mapping[str, Any], stage: str) -> ImageOptions:
     try:
         return msgspec.convert(dict(given), ImageOptions)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$.")
-        name = path.rstrip("`")
-        if not name and "unknown field" in message:
-            name = message.split("`")[1]
-            message += nearest_key(message, ImageOptions.__struct_fields__)
-        raise BadRequest(message, f"stages.{stage}.{name}" if name else f"stages.{stage}") from None
+        message, name = blamed(error)
+        hint = nearest_key(message, ImageOptions.__struct_fields__)
+        raise BadRequest(message + hint, f"stages.{stage}.{name}".rstrip(".")) from None
 
 
 def _description(request: GenerateRequest, limits: Limits) -> tuple[str, tuple[Part, ...], Part | None]:

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from backends.ar.options import OptionsError
+from backends.core.engine import OptionsError
 from backends.core.pipeline import EngineContext
 from backends.pipelines.qwen3_omni.pipeline import PIPELINE as SPEAKING
 from backends.pipelines.qwen3_omni_text.pipeline import PIPELINE

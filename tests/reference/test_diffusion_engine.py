@@ -346,7 +346,7 @@ def test_features_are_kept_and_forgotten_in_order(folder) -> None:
 
 
 def test_deploy_values_are_checked_when_loading(folder) -> None:
-    from backends.diffusion.options import OptionsError
+    from backends.core.engine import OptionsError
 
     with pytest.raises(OptionsError, match=r"model 'nowhere'.*model_index\.json is missing"):
         engine_of(folder, model="nowhere")

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.core.engine import Failed, Output
+from backends.core.engine import Failed, OptionsError, Output
 from backends.core.errors import BadRequest
-from backends.diffusion.options import OptionsError
 from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures, save_tiny_image
 
 torch = pytest.importorskip("torch")

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from backends.ar.sampling import stage_sampling
-from backends.codec.engine import run_options
+from backends.codec.engine import RunOptions
 from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest
+from backends.core.generate import GenerateRequest, stage_options
 from backends.pipelines.chat.thinker import check_messages
 
 VOICES = ("heart",)
@@ -65,7 +65,7 @@ def _check_options(request: GenerateRequest) -> None:
         if stage == "thinker":
             stage_sampling(given, request.sampling, stage)
         elif stage == "code2wav":
-            run_options(given, stage)
+            stage_options(given, RunOptions, stage)
         elif given:
             key = next(iter(given))
             raise BadRequest(f"unknown option '{key}'; stage '{stage}' has none", f"stages.{stage}.{key}")

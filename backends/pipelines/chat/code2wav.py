@@ -17,9 +17,10 @@ import scipy.fft
 
 from backends.codec.decoder import Window
 from backends.codec.engine import CodecEngine, CodecOptions
+from backends.core.engine import OptionsError
 from backends.core.errors import BadRequest
 from backends.core.pipeline import EngineContext
-from backends.pipelines.chat.options import Code2WavOptions, OptionsError, model_folder, read_options
+from backends.pipelines.chat.options import Code2WavOptions, model_folder, read_options
 from backends.pipelines.chat.rvq import BOOKS, CODES, ENTRIES, PITCH_BINS, VOICED_HZ, Codebooks
 
 SAMPLE_RATE_HZ = 24_000

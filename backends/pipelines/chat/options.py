@@ -9,11 +9,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from backends.core.engine import OptionsError
 from backends.core.pipeline import EngineContext
-
-
-class OptionsError(ValueError):
-    """Engine options or the model they name cannot be used; the text names the stage and the key or folder."""
 
 
 class TalkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

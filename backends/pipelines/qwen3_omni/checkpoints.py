@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from backends.ar.options import OptionsError, checkpoint, read_options
+from backends.ar.options import checkpoint, read_options
+from backends.core.engine import OptionsError
 from backends.core.pipeline import EngineContext
 
 MODEL_TYPE = "qwen3_omni_moe"

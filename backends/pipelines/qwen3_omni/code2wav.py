@@ -20,9 +20,10 @@ import torch
 from safetensors import safe_open
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
-from backends.ar.options import OptionsError, checkpoint_folder
+from backends.ar.options import checkpoint_folder
 from backends.codec.decoder import Window
 from backends.codec.engine import CodecEngine, CodecOptions
+from backends.core.engine import OptionsError
 from backends.core.errors import BadRequest
 from backends.core.pipeline import EngineContext
 from backends.pipelines.qwen3_omni.checkpoints import config_of

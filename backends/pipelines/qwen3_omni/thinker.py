@@ -12,10 +12,9 @@ import torch
 from backends.ar import tools
 from backends.ar.engine import ArEngine, Live, RequestOutput
 from backends.ar.hooks import Span
-from backends.ar.options import OptionsError
 from backends.ar.upstream import attach_taps, hook_arguments, media_features
 from backends.core.chunk import Tensor
-from backends.core.engine import Send
+from backends.core.engine import OptionsError, Send
 from backends.core.pipeline import EngineContext
 from backends.pipelines.qwen3_omni.chats import ChatPrompts
 from backends.pipelines.qwen3_omni.checkpoints import omni_config

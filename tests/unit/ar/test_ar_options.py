@@ -8,7 +8,8 @@ import json
 import pytest
 
 from backends.ar.environment import worker_environment
-from backends.ar.options import OptionsError, checkpoint, read_options
+from backends.ar.options import checkpoint, read_options
+from backends.core.engine import OptionsError
 
 
 @pytest.mark.parametrize(
