@@ -20,7 +20,8 @@ from backends.core.engine import Run
 from backends.core.generate import GenerateRequest
 from backends.diffusion.drawing import Drawing
 from backends.diffusion.model import Model
-from backends.diffusion.options import Limits, Wish
+from backends.diffusion.options import Limits
+from backends.diffusion.wish import Wish
 
 SIDES = (64, 128, 256, 512, 1024)
 PATIENCE_S = 0.1  # sizes beyond one that takes so long are not tried: four times the size may take thirty times it

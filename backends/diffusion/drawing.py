@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from backends.core.engine import Run
-from backends.diffusion.options import SIZE_MULTIPLE, Wish
+from backends.diffusion.options import SIZE_MULTIPLE
 from backends.diffusion.text import Prompt
+from backends.diffusion.wish import Wish
 
 
 class Kept(NamedTuple):

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from PIL import Image
 
 from backends.core.generate import Part
+from backends.diffusion.description import source_size
 from backends.diffusion.drawing import Drawing, Kept
-from backends.diffusion.options import MAX_PICTURES, source_size
+from backends.diffusion.options import MAX_PICTURES
 from backends.diffusion.text import Prompt, Template
 from backends.diffusion.upstream import QwenImageEditInpaintPipeline, QwenImageEditPlusPipeline
 from backends.diffusion.vae import Codec

@@ -21,9 +21,10 @@ from backends.diffusion.drawing import Drawing
 from backends.diffusion.fairness import choose
 from backends.diffusion.forward import Prediction
 from backends.diffusion.model import Model, find_model
-from backends.diffusion.options import MAX_SEED, Wish, read_options, read_wish
+from backends.diffusion.options import read_options
 from backends.diffusion.packed import Packed
 from backends.diffusion.text import Prompt
+from backends.diffusion.wish import MAX_SEED, Wish, read_wish
 
 log = logging.getLogger("triton_omni.diffusion")
 

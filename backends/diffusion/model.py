@@ -20,13 +20,14 @@ from backends.diffusion.drawing import Drawing, Kept
 from backends.diffusion.edit import Editor
 from backends.diffusion.forward import Forward, OneByOne, Padded, Prediction
 from backends.diffusion.lora import Loras
-from backends.diffusion.options import SIZE_MULTIPLE, DiffusionOptions, Limits, Wish
+from backends.diffusion.options import SIZE_MULTIPLE, DiffusionOptions, Limits
 from backends.diffusion.packed import Packed, lacks
 from backends.diffusion.sketch import Sketch
 from backends.diffusion.step_cache import StepCached
 from backends.diffusion.text import Prompt, PromptEncoder
 from backends.diffusion.upstream import DiffusionPipeline, QwenImagePipeline, be_quiet, calculate_shift
 from backends.diffusion.vae import one_frame_codec, stock_codec
+from backends.diffusion.wish import Wish
 
 log = logging.getLogger("triton_omni.diffusion")
 

@@ -1,35 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask of a diffusion stage, and what deploy.yaml may say about it. No torch here.
-
-`read_wish` holds every rule that needs no model: a pipeline's `check` calls it in the thin stub, before any stage
-works, and the engine calls it again, with the deploy file's limits.
-"""
+"""What deploy.yaml may say about a diffusion stage. No torch here."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from backends.core.engine import OptionsError
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Part
-from backends.core.hints import blamed, nearest_key
+from backends.core.hints import nearest_key
 
-MAX_SEED = 2**63 - 1
-MAX_PROMPT_CHARS = 32_000
 SIZE_MULTIPLE = 16
 """Pixels a token is wide: the VAE's factor 8 times the transformer's 2 x 2 patches. The loader checks the model."""
-MIN_SIDE = 32
 MAX_SIDE = 4096
-MAX_SCALE = 20.0
-MAX_LORA_SCALE = 4.0
 MAX_PICTURES = 16
 MAX_RATIO = 8
-SOURCE_MULTIPLE = 32
-"""Pictures to edit are brought to sides of whole 32 pixels."""
+"""One side of a picture to edit to the other, at most."""
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -135,211 +122,3 @@ def _clashes(options: DiffusionOptions) -> tuple[tuple[bool, str], ...]:
 def _hint(message: str) -> str:
     known = (*DiffusionOptions.__struct_fields__, *Limits.__struct_fields__, *Defaults.__struct_fields__)
     return nearest_key(message, known)
-
-
-# --- a request ------------------------------------------------------------------------------------------------
-class ImageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request's own options for the stage (`stages.<stage>`); None means the deploy default.
-
-    guidance_scale   for guidance-distilled models; reported as not applied by others
-    true_cfg_scale   classifier-free guidance against the negative prompt; 1 or less switches it off
-    partial_images   previews on the way, evenly spread over the steps, decoded exactly
-    preview_every    instead: a fast preview, colours only, after every so many steps
-    lora, lora_scale one of the deploy file's adapters; "" is none
-    step_cache       skip parts of steps where little changes; not exact, and the run steps alone
-    """
-
-    width: int | None = None
-    height: int | None = None
-    steps: int | None = None
-    guidance_scale: float | None = None
-    true_cfg_scale: float | None = None
-    negative_prompt: str | None = None
-    seed: int | None = None
-    n: int = 1
-    partial_images: int = 0
-    preview_every: int = 0
-    lora: str | None = None
-    lora_scale: float = 1.0
-    step_cache: bool = False
-
-
-class Wish(msgspec.Struct, frozen=True):
-    """A request with everything decided but the seed (None: the engine draws one and reports it).
-
-    pictures, mask  slices of the request's `image` tensor: what is to be edited, and where
-    sources         (width, height) that each of these pictures is brought to
-    """
-
-    prompt: str
-    negative_prompt: str | None
-    width: int
-    height: int
-    steps: int
-    true_cfg_scale: float
-    seed: int | None
-    n: int
-    partial_images: int
-    guidance_scale: float | None
-    pictures: tuple[Part, ...] = ()
-    sources: tuple[tuple[int, int], ...] = ()
-    mask: Part | None = None
-    preview_every: int = 0
-    lora: str = ""
-    lora_scale: float = 1.0
-    step_cache: bool = False
-
-    @property
-    def picture_tokens(self) -> int:
-        """Tokens of one picture that is drawn."""
-        return (self.width // SIZE_MULTIPLE) * (self.height // SIZE_MULTIPLE)
-
-    @property
-    def source_tokens(self) -> int:
-        """Tokens of the latents of all pictures to edit."""
-        return sum((width // SIZE_MULTIPLE) * (height // SIZE_MULTIPLE) for width, height in self.sources)
-
-    @property
-    def has_guidance(self) -> bool:
-        """True if the unconditional branch has to be computed, too."""
-        return self.true_cfg_scale > 1 and self.negative_prompt is not None
-
-
-def read_wish(request: GenerateRequest, stage: str, limits: Limits, defaults: Defaults) -> Wish:
-    """What the request asks for; raises BadRequest naming the field."""
-    options = _options(request.stages.get(stage, {}), stage)
-    seed = options.seed if options.seed is not None else request.sampling.seed
-    prompt, pictures, mask = _description(request, limits)
-    sources = tuple(source_size(part.shape, defaults.source_pixels) for part in pictures)
-    width, height = sources[-1] if sources else (defaults.width, defaults.height)
-    wish = Wish(
-        prompt=prompt,
-        negative_prompt=options.negative_prompt if options.negative_prompt is not None else defaults.negative_prompt,
-        width=options.width if options.width is not None else width,
-        height=options.height if options.height is not None else height,
-        steps=options.steps if options.steps is not None else defaults.steps,
-        true_cfg_scale=options.true_cfg_scale if options.true_cfg_scale is not None else defaults.true_cfg_scale,
-        seed=seed,
-        n=options.n,
-        partial_images=options.partial_images,
-        guidance_scale=options.guidance_scale,
-        pictures=pictures,
-        sources=sources,
-        mask=mask,
-        preview_every=options.preview_every,
-        lora=options.lora if options.lora is not None else defaults.lora,
-        lora_scale=options.lora_scale,
-        step_cache=options.step_cache,
-    )
-    at = f"stages.{stage}"
-    if mask is not None and (wish.width, wish.height) != (width, height):
-        raise BadRequest(f"with a mask the edited picture is {width}x{height}", f"{at}.width")
-    _check_size(wish, limits, at)
-    _within(wish.steps, limits.min_steps, limits.max_steps, f"{at}.steps")
-    _within(wish.n, 1, limits.max_images, f"{at}.n")
-    _within(wish.partial_images, 0, limits.max_partial_images, f"{at}.partial_images")
-    _within(wish.preview_every, 0, limits.max_steps, f"{at}.preview_every")
-    if wish.partial_images and wish.preview_every:
-        raise BadRequest("either partial_images or preview_every", f"{at}.preview_every")
-    _within(wish.lora_scale, -MAX_LORA_SCALE, MAX_LORA_SCALE, f"{at}.lora_scale")
-    if wish.n * wish.width * wish.height > limits.max_total_pixels:
-        raise BadRequest(
-            f"{wish.n} pictures of {wish.width}x{wish.height} are more than {limits.max_total_pixels} pixels", f"{at}.n"
-        )
-    _within(wish.true_cfg_scale, 0.0, MAX_SCALE, f"{at}.true_cfg_scale")
-    if wish.guidance_scale is not None:
-        _within(wish.guidance_scale, 0.0, MAX_SCALE, f"{at}.guidance_scale")
-    if seed is not None:
-        _within(seed, 0, MAX_SEED, f"{at}.seed" if options.seed is not None else "sampling.seed")
-    if len(options.negative_prompt or "") > MAX_PROMPT_CHARS:
-        raise BadRequest(f"longer than {MAX_PROMPT_CHARS} characters", f"{at}.negative_prompt")
-    return wish
-
-
-def _options(given: Mapping[str, Any], stage: str) -> ImageOptions:
-    try:
-        return msgspec.convert(dict(given), ImageOptions)
-    except msgspec.ValidationError as error:
-        message, name = blamed(error)
-        hint = nearest_key(message, ImageOptions.__struct_fields__)
-        raise BadRequest(message + hint, f"stages.{stage}.{name}".rstrip(".")) from None
-
-
-def _description(request: GenerateRequest, limits: Limits) -> tuple[str, tuple[Part, ...], Part | None]:
-    """What to draw: `input`, or the text, pictures and mask of the last user message."""
-    field = "input" if request.operation == "image" else "messages"
-    text, pictures, mask = request.input, (), None
-    if field == "messages":
-        places = [i for i, message in enumerate(request.messages) if message.role == "user"]
-        if not places:
-            raise BadRequest("there is no user message to draw", field)
-        parts = request.messages[places[-1]].parts
-        text = "".join(part.text for part in parts)
-        pictures, mask = _pictures(parts, f"messages[{places[-1]}]", limits)
-        if request.operation == "edit" and not pictures:
-            raise BadRequest("an edit needs a picture", field)
-    if not text.strip():
-        raise BadRequest("a picture needs a description", field)
-    if len(text) > MAX_PROMPT_CHARS:
-        raise BadRequest(f"a description may have {MAX_PROMPT_CHARS} characters, not {len(text)}", field)
-    return text, pictures, mask
-
-
-def _pictures(parts: Sequence[Part], field: str, limits: Limits) -> tuple[tuple[Part, ...], Part | None]:
-    """Pictures, and the mask if there is one: a part of type "image" with rows and columns only."""
-    pictures: list[Part] = []
-    mask: Part | None = None
-    for place, part in enumerate(parts):
-        at = f"{field}.content[{place}]"
-        if part.type not in ("text", "image"):
-            raise BadRequest(f"this model draws from text and pictures, not from {part.type}", at)
-        if part.type == "image" and not limits.max_pictures:
-            raise BadRequest("this model draws from text only; it does not edit pictures", at)
-        if part.type == "image" and len(part.shape) == 2 and mask is None:
-            mask = part
-            if not limits.masks:
-                raise BadRequest("this model edits whole pictures; it takes no mask", at)
-            if not pictures or part.shape != pictures[0].shape[:2]:
-                raise BadRequest("a mask follows its picture and has its height and width", f"{at}.shape")
-        elif part.type == "image":
-            _check_picture(part, f"{at}.shape")
-            pictures.append(part)
-            if len(pictures) > limits.max_pictures:
-                raise BadRequest(f"this model takes {limits.max_pictures} at a time", at)
-    return tuple(pictures), mask
-
-
-def _check_picture(part: Part, field: str) -> None:
-    """The shape is height, width, 3, and neither side is so short that nothing is left of it."""
-    if len(part.shape) != 3 or part.shape[-1] != 3 or min(part.shape) < 1:
-        raise BadRequest(f"must be height, width, 3, not {list(part.shape)}", field)
-    height, width = part.shape[:2]
-    if max(height, width) > MAX_RATIO * min(height, width):
-        raise BadRequest(f"{width}x{height}: one side may be {MAX_RATIO} times the other", field)
-
-
-def source_size(shape: Sequence[int], pixels: int) -> tuple[int, int]:
-    """(width, height) of about `pixels` with the proportions of a picture of this shape, as diffusers computes it."""
-    ratio = shape[1] / shape[0]
-    width = math.sqrt(pixels * ratio)
-    return round(width / SOURCE_MULTIPLE) * SOURCE_MULTIPLE, round(width / ratio / SOURCE_MULTIPLE) * SOURCE_MULTIPLE
-
-
-def _check_size(wish: Wish, limits: Limits, at: str) -> None:
-    for name, side in (("width", wish.width), ("height", wish.height)):
-        _within(side, MIN_SIDE, MAX_SIDE, f"{at}.{name}")
-        if side % SIZE_MULTIPLE:
-            below = side // SIZE_MULTIPLE * SIZE_MULTIPLE
-            raise BadRequest(
-                f"{side} is not a multiple of {SIZE_MULTIPLE}; the nearest are {below} and {below + SIZE_MULTIPLE}",
-                f"{at}.{name}",
-            )
-    if wish.width * wish.height > limits.max_pixels:
-        raise BadRequest(
-            f"{wish.width}x{wish.height} is more than the {limits.max_pixels} pixels this server draws", f"{at}.width"
-        )
-
-
-def _within(value: float, low: float, high: float, field: str) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise BadRequest(f"must be from {low} to {high}, not {value}", field)

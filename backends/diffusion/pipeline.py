@@ -14,7 +14,8 @@ from backends.core.engine import Engine
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest
 from backends.core.pipeline import EngineContext, Operation, Output, Pipeline, Stage
-from backends.diffusion.options import SIZE_MULTIPLE, Defaults, Limits, read_wish
+from backends.diffusion.options import SIZE_MULTIPLE, Defaults, Limits
+from backends.diffusion.wish import read_wish
 
 STAGE = "denoiser"
 

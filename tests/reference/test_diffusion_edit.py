@@ -153,7 +153,7 @@ def test_edits_are_those_of_the_stock_pipeline(
 def test_sizes_are_those_of_the_stock_pipelines() -> None:
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
-    from backends.diffusion.options import source_size
+    from backends.diffusion.description import source_size
 
     for height in range(1, 1400, 23):
         for width in range(1, 1400, 29):

@@ -13,7 +13,8 @@ import pytest
 from backends.core.engine import OptionsError
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest, Message, Part, Sampling
-from backends.diffusion.options import Defaults, Limits, read_options, read_wish
+from backends.diffusion.options import Defaults, Limits, read_options
+from backends.diffusion.wish import read_wish
 from backends.pipelines.image.pipeline import PIPELINE
 from backends.pipelines.qwen_image_edit.pipeline import PIPELINE as EDITS
 
