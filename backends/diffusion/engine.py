@@ -104,7 +104,6 @@ class DiffusionEngine:
         with torch.inference_mode():
             self._decode(events)
             chosen = choose([d for d in self._drawings if self._can_step(d)], self.tokens_done, self.most_tokens)
-            chosen = [d for d in chosen if d.manner == chosen[0].manner]  # the others' need grows
             if self._prepare(chosen, events):
                 self._denoise([d for d in chosen if d.is_prepared and d in self._drawings], events)
         return events

@@ -13,11 +13,14 @@ Sharing a step saves its fixed cost and delays everybody in it. A run's *weight*
 that fixed cost. If n runs of weight w go m at a time, the average one is over after (1/m + w) (n + m) / 2: least where
 m m w = n, and no later than one by one as long as m w <= n. So two runs share if one adds no more than a step costs
 anyway, a long queue shares more, and runs that keep the device busy by themselves (w much above 1) go one by one.
+
+Not every two runs can share (a forward wears one LoRA): those that can have one *manner*. The neediest run says which
+manner a step has; n still counts all runs, because all of them wait for what a step costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol, TypeVar
 
 
@@ -44,6 +47,11 @@ class Claim(Protocol):
         """The engine's count of tokens when the run was opened."""
         ...
 
+    @property
+    def manner(self) -> Hashable:
+        """Equal for runs that may share a forward."""
+        ...
+
 
 C = TypeVar("C", bound=Claim)
 
@@ -59,11 +67,11 @@ tenth more throughput for a twelfth of the mean latency."""
 
 
 def choose(claims: Sequence[C], now: int, most_tokens: int) -> list[C]:
-    """The neediest claim, and by need those that make the average earlier, within `most_tokens`."""
+    """The neediest claim, and by need those of its manner that make the average earlier, within `most_tokens`."""
     ranked = sorted(claims, key=lambda c: -need(c, now))  # stable: equal needs keep the order of arrival
     chosen = ranked[:1]
     tokens = sum(c.tokens for c in chosen)
-    for claim in ranked[1:]:
+    for claim in [c for c in ranked[1:] if c.manner == ranked[0].manner]:
         pays = (len(chosen) + 1) * claim.weight * max(1, len(chosen) / THRIFT) <= len(claims)
         if pays and tokens + claim.tokens <= most_tokens:
             chosen.append(claim)

@@ -18,6 +18,13 @@ MAX_PICTURES = 16
 MAX_RATIO = 8
 """One side of a picture to edit to the other, at most."""
 
+SHARED_CACHES = ("cache_backend", "cache_config", "cache_strategy", "enable_teacache", "teacache_params", "step_cache")
+"""What other servers call step caches that live in the transformer; `step_cache` if it is to name one of these."""
+NO_SHARED_CACHE = (
+    "TeaCache, cache-dit and the like keep what they saw in the transformer, where requests that share steps would "
+    "meet. The one cache kept for each request by itself is the first-block cache"
+)
+
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -93,6 +100,11 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_options(options: Mapping[str, Any], stage: str) -> DiffusionOptions:
     """Typed engine options; raises OptionsError naming the stage, the key and the nearest known key."""
+    for name in SHARED_CACHES:
+        if name in options:
+            raise OptionsError(
+                f"stage '{stage}', engine options: {name}: {NO_SHARED_CACHE}: `step_cache_threshold: 0.1`, say"
+            )
     try:
         found = msgspec.convert(dict(options), DiffusionOptions)
     except msgspec.ValidationError as error:

@@ -17,7 +17,7 @@ from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest, Part
 from backends.core.hints import blamed, nearest_key
 from backends.diffusion.description import MAX_PROMPT_CHARS, read_description, source_size
-from backends.diffusion.options import MAX_SIDE, SIZE_MULTIPLE, Defaults, Limits
+from backends.diffusion.options import MAX_SIDE, NO_SHARED_CACHE, SHARED_CACHES, SIZE_MULTIPLE, Defaults, Limits
 
 MAX_SEED = 2**63 - 1
 MIN_SIDE = 32
@@ -110,6 +110,9 @@ def read_wish(request: GenerateRequest, stage: str, limits: Limits, defaults: De
 
 
 def _options(given: Mapping[str, Any], at: str) -> ImageOptions:
+    for name in SHARED_CACHES:
+        if name in given and not (name == "step_cache" and isinstance(given[name], bool)):
+            raise BadRequest(f"{NO_SHARED_CACHE}: `step_cache: true`", f"{at}.{name}")
     try:
         return msgspec.convert(dict(given), ImageOptions)
     except msgspec.ValidationError as error:

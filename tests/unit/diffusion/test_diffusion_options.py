@@ -68,6 +68,9 @@ def refusal(given: GenerateRequest, limits: Limits = SMALL) -> BadRequest:
         ({"negative_prompt": "x" * 32_001}, "negative_prompt", "32000"),
         ({"num_inference_steps": 4}, "num_inference_steps", "unknown field"),
         ({"step": 4}, "step", "did you mean 'steps'"),
+        ({"cache_backend": "tea_cache"}, "cache_backend", "first-block cache: `step_cache: true`"),
+        ({"step_cache": "teacache"}, "step_cache", "where requests that share steps would meet"),
+        ({"enable_teacache": True}, "enable_teacache", "TeaCache, cache-dit"),
     ],
 )
 def test_an_option_that_cannot_be_served_is_named(options: dict[str, Any], field: str, says: str) -> None:
@@ -195,6 +198,8 @@ def test_an_unknown_deploy_key_is_named_with_the_nearest() -> None:
         ({"step_cache_threshold": 0.1, "batching": "seq"}, "step_cache_threshold: .*packed"),
         ({"step_cache_threshold": 0.1, "offload": "sequential"}, "step_cache_threshold: not with offload"),
         ({"step_cache_threshold": 2}, "step_cache_threshold"),
+        ({"step_cache": "teacache"}, "step_cache: TeaCache, cache-dit.*`step_cache_threshold"),
+        ({"cache_backend": "cache_dit", "cache_config": {}}, "cache_backend: .*requests that share steps would meet"),
         ({"step_cache_treshold": 0.1}, "did you mean 'step_cache_threshold'"),
         ({"defaults": {"lora": "ink"}}, "loras has no 'ink'"),
         ({"limits": {"max_pixels": 4096}}, "defaults.width"),

@@ -17,6 +17,7 @@ class Plain:
     steps_left: int
     weight: float = 0.0
     came_at: int = 0
+    manner: str = ""
     steps_seen: list[int] = field(default_factory=list[int])
     work: int = field(init=False)
 
@@ -33,8 +34,8 @@ class Device:
         self.claims: list[Plain] = []
         self.ended: list[tuple[Plain, float]] = []
 
-    def add(self, tokens: int, steps: int) -> Plain:
-        claim = Plain(tokens, steps, tokens / self.overhead, self.now)
+    def add(self, tokens: int, steps: int, manner: str = "") -> Plain:
+        claim = Plain(tokens, steps, tokens / self.overhead, self.now, manner)
         self.claims.append(claim)
         return claim
 
@@ -145,3 +146,33 @@ def test_a_stream_of_small_claims_does_not_starve_a_large_one() -> None:
         if large not in device.step():
             work_of_small += device.now - before
     assert work_of_small <= 9 * large.work  # eight small ones share a step: they slow one another as much
+
+
+# --- runs that cannot share ----------------------------------------------------------------------------------
+def test_a_step_of_one_manner_is_as_full_as_it_may_be() -> None:
+    device = Device(1e6, 100)
+    first, *others = [device.add(25, 8, manner) for manner in ("ink", "", "", "", "ink", "ink", "ink", "ink")]
+    assert device.step() == [first, *others[3:6]]  # others that wait take none of its room
+
+
+def test_manners_go_in_order_of_arrival() -> None:
+    device = Device(1e6, 100)
+    ink = [device.add(25, 5, "ink") for _ in range(4)]
+    chalk = [device.add(25, 5, "chalk") for _ in range(2)]
+    late = [device.add(25, 5, "ink") for _ in range(4)]
+    while device.claims:
+        device.step()
+    assert [c.steps_seen[-1] for c in (*ink, *chalk, *late)] == [5] * 4 + [10] * 2 + [15] * 4
+
+
+@pytest.mark.parametrize("manners", [2, 4])
+def test_a_stream_of_one_manner_does_not_starve_another(manners: int) -> None:
+    device = Device(1e6, 512)
+    lonely = [device.add(66, 12, f"lora {i}") for i in range(manners - 1)]
+    steps = 0
+    while any(c.steps_left for c in lonely):
+        while sum(c.tokens for c in device.claims if not c.manner) < 1024:
+            device.add(66, 12)
+        device.step()
+        steps += 1
+    assert steps <= 12 * (manners - 1) * 8
