@@ -29,9 +29,7 @@ COPY client ./client
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev libpython3-dev \
     && rm -rf /var/lib/apt/lists/* \
-    && python3 -m pip install --break-system-packages --no-deps . \
-    && python3 -m pip install --break-system-packages numpy "msgspec>=0.19,<1" virtualenv \
-        "opentelemetry-sdk>=1.30,<2" "opentelemetry-exporter-otlp-proto-http>=1.30,<2" \
+    && python3 -m pip install --break-system-packages ".[trace]" virtualenv \
     && python3 -m virtualenv /opt/triton-omni/engine \
     && /opt/triton-omni/engine/bin/pip install ".[${ENGINE_EXTRAS}]" ${PIP_ARGS} \
     && for file in backends/pipelines/*/requirements-engine.txt; do \

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,9 @@ def bare_server(repositories: Sequence[Path], variables: Mapping[str, str] | Non
     """A plain tritonserver on free ports, ended with the `with` body."""
     with tempfile.TemporaryDirectory(prefix="omni-perf-") as folder:
         log, ports, run_dir = Path(folder) / "server.log", free_ports(), rundir.make()
-        launch = Launch(
-            find_server(find_home()),
-            [Path(r).resolve() for r in repositories],
-            ports,
-            run_dir,
-            explicit=False,
-            exit_timeout_s=10,
-            variables=dict(variables or {}),
-        )
+        server = find_server(find_home())
+        server = replace(server, environment={**server.environment, **(variables or {})})
+        launch = Launch(server, [Path(r).resolve() for r in repositories], ports, run_dir, exit_timeout_s=10)
         child = launch.start(log)
         try:
             api = launch.api()

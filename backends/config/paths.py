@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where things are on this machine, and the only file that reads our environment variables for it.
 
-TRITON_OMNI_HOME           set-up's folder; default: `.runtime` beside the package, else ~/.cache/triton-omni
+TRITON_OMNI_HOME           set-up's folder; default: `.runtime` in a writable checkout, else the user's cache
 TRITON_OMNI_ENGINE_PYTHON  interpreter of the engine workers; default: the home's engine environment
 TRITON_OMNI_MODELS         folder relative model names are resolved in; default: the home's models
 TRITON_OMNI_RUN_DIR        private folder of one server's sockets and records; default: derived from the server
+
+Standard library only: set-up runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -17,19 +19,32 @@ from pathlib import Path
 
 import backends
 
+REPO = Path(backends.__file__).resolve().parents[1]
+HOME_VARIABLE = "TRITON_OMNI_HOME"
+ENGINE_PYTHON_VARIABLE = "TRITON_OMNI_ENGINE_PYTHON"
+MODELS_VARIABLE = "TRITON_OMNI_MODELS"
+RUN_DIR_VARIABLE = "TRITON_OMNI_RUN_DIR"
 
-def home() -> Path:
+
+def is_checkout(folder: Path = REPO) -> bool:
+    """True for a checkout of the repository, False for an installed wheel."""
+    return (folder / "pyproject.toml").is_file()
+
+
+def home(repo: Path = REPO) -> Path:
     """Set-up's folder."""
-    given = os.environ.get("TRITON_OMNI_HOME")
+    given = os.environ.get(HOME_VARIABLE)
     if given:
-        return Path(given)
-    beside = Path(backends.__file__).resolve().parents[1] / ".runtime"
-    return beside if beside.is_dir() else Path.home() / ".cache" / "triton-omni"
+        return Path(given).expanduser().resolve()
+    if is_checkout(repo) and os.access(repo, os.W_OK):
+        return repo / ".runtime"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "triton-omni"
 
 
 def engine_python() -> Path:
     """The interpreter that runs engine workers: ours if it was set up, else the one that runs now."""
-    given = os.environ.get("TRITON_OMNI_ENGINE_PYTHON")
+    given = os.environ.get(ENGINE_PYTHON_VARIABLE)
     if given:
         return Path(given)
     ours = home() / "engine" / "bin" / "python"
@@ -38,12 +53,12 @@ def engine_python() -> Path:
 
 def models_dir() -> Path:
     """Folder with model checkpoints."""
-    return Path(os.environ.get("TRITON_OMNI_MODELS") or home() / "models")
+    return Path(os.environ.get(MODELS_VARIABLE) or home() / "models")
 
 
 def run_dir(server_pid: int) -> Path:
     """The private folder of the server with this pid; made if missing, refused if it is not ours alone."""
-    given = os.environ.get("TRITON_OMNI_RUN_DIR")
+    given = os.environ.get(RUN_DIR_VARIABLE)
     path = Path(given) if given else Path(tempfile.gettempdir()) / f"triton-omni-{os.getuid()}" / run_name(server_pid)
     if not given:
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -59,12 +74,14 @@ def run_name(pid: int) -> str:
 
 
 def start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot (field 22 of /proc/<pid>/stat); 0 if it is gone."""
+    """When a process started, in clock ticks since boot; with the pid it is unique. 0 for a dead one or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return 0
-    return int(text.rpartition(")")[2].split()[19])
+    # the second field is the program's name in brackets and may hold anything
+    fields = text.rpartition(")")[2].split()
+    return 0 if fields[0] in "ZX" else int(fields[19])
 
 
 def _check_private(path: Path) -> None:

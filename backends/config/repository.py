@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m backends.config.repository`: write model_repository/ from the pipelines and their deploy.yaml.
 
-Every `model_repository/<pipeline>/` is a Triton model repository of its own. `--check` writes nothing and fails
-if what is committed is not what would be written.
+Every `model_repository/<pipeline>/` is a Triton model repository of its own.
 """
 
 from __future__ import annotations
@@ -131,39 +130,34 @@ def deploy_files(pipeline: str = "*") -> list[Path]:
 
 
 def main() -> int:
-    """Write or check the repositories."""
+    """Write the repositories."""
     parser = argparse.ArgumentParser(description=__doc__)
     root = Path(backends.__file__).resolve().parents[1] / "model_repository"
     parser.add_argument("--out", type=Path, default=root)
     parser.add_argument("--deploy", type=Path, help="another deploy file; writes the pipeline it is for")
     parser.add_argument("--pipeline", default="*", help="only this pipeline")
-    parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     files = [args.deploy] if args.deploy else deploy_files(args.pipeline)
-    stale = [name for file in files for name in write(args.out, file, args.check)]
-    if stale and args.check:
-        sys.stderr.write("not fresh, run `make repository`:\n  " + "\n  ".join(stale) + "\n")
-        return 1
-    sys.stderr.write(f"model_repository: {len(stale)} file(s) written\n" if not args.check else "fresh\n")
+    written = [name for file in files for name in write(args.out, file)]
+    sys.stderr.write(f"{args.out}: {len(written)} file(s) written\n")
     return 0
 
 
-def write(out: Path, deploy_file: Path, check: bool = False) -> list[str]:
-    """Write the repository of a deploy file's pipeline; returns the files that differed (`check`: and writes none)."""
+def write(out: Path, deploy_file: Path) -> list[str]:
+    """Write the repository of a deploy file's pipeline; returns the files that differed."""
     from backends.pipelines import load
 
     pipeline = load(read_deploy(deploy_file).pipeline)
     files = repository_files(pipeline, load_deploy(deploy_file, pipeline))
     target = out / pipeline.name
-    stale: list[str] = []
+    written: list[str] = []
     for name, content in files.items():
         path = target / name
         if not path.exists() or path.read_text(encoding="utf-8") != content:
-            stale.append(f"{pipeline.name}/{name}")
-            if not check:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(content, encoding="utf-8")
-    return stale
+            written.append(f"{pipeline.name}/{name}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+    return written
 
 
 if __name__ == "__main__":

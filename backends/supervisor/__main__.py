@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+from backends.config.paths import ENGINE_PYTHON_VARIABLE
 from backends.supervisor import rundir, setup
 from backends.supervisor.home import find_home
-from backends.supervisor.locate import ENGINE_PYTHON_VARIABLE
 from backends.supervisor.problem import Problem
 
 _HEALTH_AGE_S = 60.0  # a health file older than this was written by a supervisor that is stuck or gone

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child process of set-up: all of its output in a log, the lines worth seeing shown as they come."""
+"""A child process of set-up: all of its output in a log, the lines worth seeing shown, its failure explained."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
 import subprocess
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from backends.supervisor.problem import Problem
-from backends.supervisor.stamps import Say
+from backends.supervisor.problem import Problem, Say
 
-NOTHING = re.compile(r"(?!)")
 _SHOWN_CHARS = 110
 _KEPT_LINES = 400
 _MISLEADING = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
@@ -25,8 +24,21 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in _MISLEADING}
 
 
-def follow(command: Sequence[str], log: Path, say: Say, shown: re.Pattern[str] = NOTHING) -> tuple[int, str]:
-    """Run a child to its end; returns its exit code and its last lines. Lines that match `shown` are shown."""
+def explain(text: str, log: Path) -> Problem:
+    """The problem behind a child's last words."""
+    if "No space left on device" in text or f"[Errno {errno.ENOSPC}]" in text:
+        return disk_full(log.parent)
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
+    return Problem(f"it failed: {last}", f"read {log}, then run set-up again; it goes on where it stopped")
+
+
+def run(
+    command: Sequence[str],
+    log: Path,
+    show: Callable[[str], object] = str,
+    explained: Callable[[str, Path], Problem] = explain,
+) -> str:
+    """Run a child to its end; returns its last lines. `show` is called with every line. Raises Problem if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     tail: deque[str] = deque(maxlen=_KEPT_LINES)
     settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PYTHONUNBUFFERED": "1"}
@@ -46,9 +58,21 @@ def follow(command: Sequence[str], log: Path, say: Say, shown: re.Pattern[str] =
             for line in child.stdout:
                 sink.write(line)
                 tail.append(line)
-                if shown.match(line):
-                    say(f"    {line.strip()[:_SHOWN_CHARS]}")
-        return child.wait(), "".join(tail)
+                show(line)
+    if child.wait() != 0:
+        raise explained("".join(tail), log)
+    return "".join(tail)
+
+
+def lines_that(match: str, say: Say) -> Callable[[str], None]:
+    """A `show` for `run` that says the lines that begin like the expression `match`, shortened."""
+    pattern = re.compile(match)
+
+    def show(line: str) -> None:
+        if pattern.match(line):
+            say(f"    {line.strip()[:_SHOWN_CHARS]}")
+
+    return show
 
 
 def disk_full(folder: Path) -> Problem:

@@ -5,20 +5,15 @@ from __future__ import annotations
 
 import argparse
 import base64
-import os
 import sys
-import tempfile
 import time
 import wave
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from backends.supervisor import processes, rundir
-from backends.supervisor.home import REPO
-from backends.supervisor.problem import Problem
-from backends.supervisor.stamps import Say
+from backends.config.paths import REPO
+from backends.supervisor.problem import Problem, Say
+from backends.supervisor.served import served
 
 QUESTION = "What is the capital of France? Tell me a little about it."
 SPEECH_HZ = 24000  # OpenAI's pcm16 is always 24 kHz mono
@@ -34,32 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers")
 
 
-@contextmanager
-def served(repositories: list[Path], timeout_s: float, say: Say) -> Iterator[dict[str, Any]]:
-    """A supervised server with proxy on free ports; yields its facts (see Supervisor), ends it afterwards."""
-    with tempfile.TemporaryDirectory(prefix="triton-omni-demo-") as folder:
-        info = Path(folder) / "server.json"
-        command = [sys.executable, "-m", "backends.supervisor", "serve", "--any-port", "--info-file", str(info)]
-        for repository in repositories:
-            command += ["--repository", str(repository)]
-        child = processes.start(command, dict(os.environ), sys.stdout.fileno(), folder)
-        try:
-            processes.wait_until(lambda: info.exists() or child.poll() is not None, timeout_s)
-            facts = rundir.read_json(info)
-            if facts is None:
-                raise Problem("the server did not become ready", "see above; python -m backends.supervisor serve")
-            yield facts
-        finally:
-            say("ending the server")
-            processes.stop(child, timeout_s)
-
-
 def demo(options: argparse.Namespace, say: Say) -> int:
     """Run the demonstration; returns the exit code."""
     models = REPO / "model_repository"
-    repositories = [models / name for name in (SPEAKING, PAINTING) if (models / name).is_dir()]
+    wanted = [f"--repository={models / name}" for name in (SPEAKING, PAINTING) if (models / name).is_dir()]
     options.out.mkdir(parents=True, exist_ok=True)
-    with served(repositories, READY_TIMEOUT_S, say) as facts:
+    with served(wanted, sys.stdout.fileno(), READY_TIMEOUT_S) as facts:
         from openai import OpenAI
 
         base_url = f"http://{facts['host']}:{facts['openai_port']}/v1"

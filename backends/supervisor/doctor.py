@@ -8,15 +8,16 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from backends.control.records import read_records
 from backends.supervisor import processes, rundir, steps
 from backends.supervisor.home import Home, find_home
 from backends.supervisor.launch import Ports, check_ports
 from backends.supervisor.locate import find_server, libpython_of
-from backends.supervisor.problem import Problem
+from backends.supervisor.problem import Problem, Say
 from backends.supervisor.rundir import RunDir
-from backends.supervisor.stamps import Say, is_done
+from backends.supervisor.stamps import is_done
 
 _VERSIONS = "from importlib.metadata import version as v; print(', '.join(f'{n} {v(n)}' for n in %r.split()))"
 _MEGABYTE_KB = 1024
@@ -111,28 +112,21 @@ def show_server(run_dir: RunDir, say: Say) -> bool:
     return health["state"] == "ready"
 
 
-def usages(run_dir: RunDir, facts: dict[str, object]) -> list[Usage]:
+def usages(run_dir: RunDir, facts: dict[str, Any]) -> list[Usage]:
     """Every process of one server that we can name."""
-    named = [
-        ("supervisor", "supervisor_pid", 0.0),
-        ("proxy", "proxy_pid", 0.0),
-        ("tritonserver", "server_pid", "ready_s"),
+    rows = [
+        usage("supervisor", facts["supervisor_pid"]),
+        usage("proxy", facts["proxy_pid"]),
+        usage("tritonserver", facts["server_pid"], facts["ready_s"]),
     ]
-    rows: list[Usage] = []
-    for what, key, ready in named:
-        pid = int(str(facts[key]))
-        ready_s = float(str(facts[ready])) if isinstance(ready, str) else ready
-        if pid:
-            rows.append(usage(what, pid, ready_s, ""))
     for record in read_records(run_dir.path):
         name = f"{record.model}#{record.instance}"
-        rows.append(usage(f"{name} stub", record.pid, 0.0, record.role))
-        if record.worker_pid:
-            rows.append(usage(f"{name} worker", record.worker_pid, record.ready_s, record.state))
-    return rows
+        rows.append(usage(f"{name} stub", record.pid, state=record.role))
+        rows.append(usage(f"{name} worker", record.worker_pid, record.ready_s, record.state))
+    return [row for row in rows if row.pid]
 
 
-def usage(what: str, pid: int, ready_s: float, state: str) -> Usage:
+def usage(what: str, pid: int, ready_s: float = 0.0, state: str = "") -> Usage:
     """Memory of one process; zeros if it is gone."""
     sizes = {"Rss": 0, "Pss": 0}
     try:

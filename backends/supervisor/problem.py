@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+Say = Callable[[str], None]
+"""Shows one line of progress."""
+
 
 class Problem(Exception):
     """Something a person can put right: `what` happened and the `way_out`."""

@@ -12,29 +12,18 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from backends.config.paths import start_time
+
 PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_START_TIME_FIELD = 22  # of /proc/<pid>/stat, counted from 1
 _POLL_S = 0.05
 LEFTOVER_PATIENCE_S = 3.0
 
 
-def start_time(pid: int) -> int | None:
-    """Clock ticks after boot at which the process started; with the pid it is unique. None for a dead process or a
-    zombie."""
-    try:
-        stat = (PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return None
-    # the second field is the program's name in brackets and may hold anything
-    fields = stat[stat.rindex(")") + 2 :].split()
-    return None if fields[0] in "ZX" else int(fields[_START_TIME_FIELD - 3])
-
-
 def is_alive(pid: int, started: int) -> bool:
     """True if exactly this process still runs."""
-    return start_time(pid) == started
+    return started != 0 and start_time(pid) == started
 
 
 def marked(mark: str) -> list[int]:
@@ -55,7 +44,7 @@ def marked(mark: str) -> list[int]:
 
 def end_all(pids: Iterable[int], patience_s: float) -> list[int]:
     """SIGTERM, wait at most `patience_s`, SIGKILL. Returns those that had to be killed."""
-    left = {pid: started for pid in pids if (started := start_time(pid)) is not None}
+    left = {pid: started for pid in pids if (started := start_time(pid))}
     for pid, started in left.items():
         send(pid, started, signal.SIGTERM)
     wait_until(lambda: not any(is_alive(p, s) for p, s in left.items()), patience_s)

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from backends.config.paths import RUN_DIR_VARIABLE, start_time
 from backends.supervisor import processes
-from backends.supervisor.locate import RUN_DIR_VARIABLE
-from backends.supervisor.stamps import Say
+from backends.supervisor.problem import Say
 
 SHM = Path("/dev/shm")
 PREFIX = "omni-run-"
@@ -74,7 +74,7 @@ class RunDir:
 def remove_openmp_names(pids: Iterable[int]) -> None:
     """Unlink what Intel's OpenMP (in the engines) leaves in /dev/shm when its process is killed."""
     for pid in pids:
-        if processes.start_time(pid) is None:
+        if not start_time(pid):
             (SHM / f"__KMP_REGISTERED_LIB_{pid}_{os.getuid()}").unlink(missing_ok=True)
 
 
@@ -84,9 +84,7 @@ def make() -> RunDir:
     if len(base) > _SOCKET_PATH_CHARS:
         base = "/tmp"
     path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-    started = processes.start_time(os.getpid())
-    assert started is not None
-    run_dir = RunDir(path, f"omni{secrets.token_hex(6)}_", os.getpid(), started)
+    run_dir = RunDir(path, f"omni{secrets.token_hex(6)}_", os.getpid(), start_time(os.getpid()))
     write_json(path / OWNER_FILE, {**asdict(run_dir), "path": str(path)})
     return run_dir
 

@@ -10,15 +10,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from backends.config.paths import ENGINE_PYTHON_VARIABLE
 from backends.config.repository import write
 from backends.config.schema import ConfigError
 from backends.supervisor import rundir
 from backends.supervisor.home import REPO, Home, find_home
 from backends.supervisor.launch import LOCAL, Launch, Ports, check_ports, free_ports
-from backends.supervisor.locate import ENGINE_PYTHON_VARIABLE, Server, find_server
-from backends.supervisor.problem import Problem
+from backends.supervisor.locate import Server, find_server
+from backends.supervisor.problem import Problem, Say
 from backends.supervisor.rundir import RunDir
-from backends.supervisor.stamps import Say
 from backends.supervisor.watch import Bounds, Watch
 
 EMBEDDED_DEFAULT = tuple(REPO / "model_repository" / name for name in ("chat", "image"))

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from backends.supervisor.problem import Say
+
 Input = str | Path
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,9 @@ def is_done(step: Step, stamps: Path) -> bool:
     return stamp.get("inputs") == step.digest()
 
 
-def write_stamp(step: Step, stamps: Path, seconds: float) -> None:
-    """Say that the step is done; the rename makes a stamp whole or absent."""
-    stamps.mkdir(parents=True, exist_ok=True)
-    target = stamps / f"{step.name}.json"
-    draft = target.with_suffix(".new")
-    draft.write_text(json.dumps({"inputs": step.digest(), "seconds": round(seconds, 1), "about": step.about}))
-    draft.replace(target)
-
-
 def run_steps(steps: Sequence[Step], stamps: Path, say: Say, again: frozenset[str] = frozenset()) -> None:
     """Run what is not done yet, in order, each with its number and its seconds. `again` names steps to repeat."""
+    stamps.mkdir(parents=True, exist_ok=True)
     for number, step in enumerate(steps, 1):
         head = f"[{number}/{len(steps)}] {step.name}"
         if step.name not in again and is_done(step, stamps):
@@ -72,11 +65,11 @@ def run_steps(steps: Sequence[Step], stamps: Path, say: Say, again: frozenset[st
             continue
         say(f"{head}: {step.about}")
         start = time.monotonic()
-        (stamps / f"{step.name}.json").unlink(missing_ok=True)
+        stamp = stamps / f"{step.name}.json"
+        stamp.unlink(missing_ok=True)
         step.run()
-        seconds = time.monotonic() - start
-        write_stamp(step, stamps, seconds)
-        say(f"{head}: done in {seconds:.1f} s")
+        stamp.write_text(json.dumps({"inputs": step.digest()}))
+        say(f"{head}: done in {time.monotonic() - start:.1f} s")
 
 
 @contextmanager

@@ -3,27 +3,24 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import json
 import os
 import platform
-import re
 import shutil
-import subprocess
 import sys
-import tempfile
 import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.supervisor.child import NOTHING, disk_full, follow
-from backends.supervisor.home import REPO, Home, is_repository
+from backends.config.paths import REPO, is_checkout
+from backends.supervisor.child import lines_that, run
+from backends.supervisor.home import Home
 from backends.supervisor.locate import libpython_of
 from backends.supervisor.pip import pip, read_requirements
-from backends.supervisor.problem import Problem
-from backends.supervisor.stamps import Say, Step
+from backends.supervisor.problem import Problem, Say
+from backends.supervisor.stamps import Step
 
 HERE = Path(__file__).resolve().parent
 SERVER_REQUIREMENTS = HERE / "requirements-server.txt"
@@ -35,7 +32,7 @@ GIGABYTE = 1 << 30
 FIRST_SETUP_BYTES = {"cpu": 8 * GIGABYTE, "cuda": 24 * GIGABYTE}
 LATER_SETUP_BYTES = GIGABYTE
 HOOK_MODULE = "triton_omni_torchvision_hook"
-_MODEL_LINE = re.compile(r"^\S+( …|: )")  # what a build_models.py says of each model
+_MODEL_LINE = r"\S+( …|: )"  # what a build_models.py says of each model
 # CUDA builds on the index that break beside a CPU torch; nothing of ours needs them
 UNWANTED = ("torchaudio", "torchcodec")
 
@@ -140,7 +137,7 @@ def check(context: Context) -> None:
             f"the local server's wheel is for Linux on x86_64, this is {sys.platform} on {platform.machine()}",
             "use NVIDIA's Triton container (docker/), which exists for this machine too",
         )
-    if not is_repository():
+    if not is_checkout():
         raise Problem("set-up needs a checkout of the repository", "clone it and run make setup there")
     for module in ("venv", "ensurepip"):
         if importlib.util.find_spec(module) is None:
@@ -165,14 +162,10 @@ def check_disk(home: Home, build: str) -> None:
 
 def make_environment(context: Context, folder: Path, log: Path) -> Path:
     """A virtual environment of the running Python at `folder`; one that fits is kept. Returns its interpreter."""
-    python = folder / "bin" / "python3"
-    if _version_of(python) != platform.python_version():
-        shutil.rmtree(folder, ignore_errors=True)
-        run([sys.executable, "-m", "venv", str(folder)], log)
-    try:
-        run([str(python), "-m", "pip", "--version"], log)
-    except Problem:
-        run([str(python), "-m", "ensurepip", "--upgrade"], log)
+    python, config = folder / "bin" / "python3", folder / "pyvenv.cfg"
+    version = f"version = {sys.version_info[0]}.{sys.version_info[1]}."
+    fits = python.exists() and config.is_file() and version in config.read_text()
+    run([sys.executable, "-m", "venv", *([] if fits else ["--clear"]), str(folder)], log)
     return python
 
 
@@ -182,13 +175,13 @@ def make_engine(context: Context) -> None:
     if context.home.engine_build != context.build:  # the two builds of vLLM would overwrite one another
         shutil.rmtree(context.home.engine, ignore_errors=True)
     python = make_environment(context, context.home.engine, log)
-    pip(python, ["install", *project_arguments(context, f"[{context.extras}]")], log, context.say)
+    pip(python, ["install", *project_arguments(context, context.extras)], log, context.say)
 
 
-def project_arguments(context: Context, extras: str = "") -> list[str]:
+def project_arguments(context: Context, extras: str) -> list[str]:
     """pip's words for this project: editable from a writable checkout, else from a copy of it."""
     if os.access(REPO, os.W_OK):
-        return ["-e", f"{REPO}{extras}"]
+        return ["-e", f"{REPO}[{extras}]"]
     source = context.home.root / "source"
     shutil.rmtree(source, ignore_errors=True)
     source.mkdir(parents=True)
@@ -196,7 +189,7 @@ def project_arguments(context: Context, extras: str = "") -> list[str]:
         shutil.copy(REPO / name, source)
     for name in ("backends", "client"):
         shutil.copytree(REPO / name, source / name)
-    return ["--force-reinstall", "--no-deps", f"{source}"] if not extras else [f"{source}{extras}"]
+    return [f"{source}[{extras}]"]
 
 
 def cure_torchvision(context: Context) -> None:
@@ -224,8 +217,7 @@ def make_stub(context: Context) -> None:
     """The thin environment of Triton's Python stubs."""
     log = context.log("stub")
     python = make_environment(context, context.home.stub, log)
-    pip(python, ["install", "-r", str(STUB_REQUIREMENTS)], log, context.say)
-    pip(python, ["install", "--no-deps", *project_arguments(context)], log, context.say)
+    pip(python, ["install", "-r", str(STUB_REQUIREMENTS), *project_arguments(context, "trace")], log, context.say)
 
 
 def unpack_server(context: Context) -> None:
@@ -295,23 +287,10 @@ def wheel_of(folder: Path, name: str, version: str) -> Path:
 
 
 def unpack(wheel: Path, target: Path) -> None:
-    """Unpack a wheel; `target` is either the whole of it or as it was before."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for stale in target.parent.glob(f".{target.name}-*"):  # of a set-up that was killed here; we hold the lock
-        shutil.rmtree(stale, ignore_errors=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(draft)
-        draft.chmod(0o755)
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise disk_full(target.parent) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    """Unpack a wheel in the place of `target`; half a folder has no stamp, so the next set-up makes it anew."""
+    shutil.rmtree(target, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
 
 
 def build_models(context: Context, pipeline: str) -> None:
@@ -319,7 +298,7 @@ def build_models(context: Context, pipeline: str) -> None:
     home = context.home
     command = [str(home.engine_python), "-m", f"backends.pipelines.{pipeline}.build_models"]
     command += ["--packages", str(home.packages), "--out", str(home.models)]
-    run(command, context.log(f"models-{pipeline}"), context.say, _MODEL_LINE)
+    run(command, context.log(f"models-{pipeline}"), lines_that(_MODEL_LINE, context.say))
 
 
 def self_check(context: Context) -> None:
@@ -327,32 +306,3 @@ def self_check(context: Context) -> None:
     from backends.supervisor.selfcheck import check_server
 
     context.say(f"    {check_server(context.home)}")
-
-
-def run(command: list[str], log: Path, say: Say | None = None, shown: re.Pattern[str] = NOTHING) -> str:
-    """Run a child with its output in `log`; returns what it wrote. Raises Problem with its last line if it fails."""
-    code, text = follow(command, log, say or _quiet, shown)
-    if code != 0:
-        if "No space left on device" in text:
-            raise disk_full(log.parent)
-        last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), f"exit code {code}")
-        raise Problem(f"{Path(command[0]).name} {' '.join(command[1:3])} failed: {last}", f"read {log}")
-    return text
-
-
-def _quiet(text: str) -> None:
-    """Show nothing."""
-
-
-def _version_of(python: Path) -> str:
-    """The full version of an interpreter, or an empty text if it does not run."""
-    if not python.exists():
-        return ""
-    try:
-        command = [str(python), "-I", "-c", "import platform; print(platform.python_version())"]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=60, stdin=subprocess.DEVNULL
-        )
-    except OSError:
-        return ""
-    return done.stdout.strip()

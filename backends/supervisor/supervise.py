@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from backends.config.paths import RUN_DIR_VARIABLE
 from backends.control import probe
 from backends.control.records import InstanceRecord, read_records, remove_record
 from backends.supervisor import processes, rundir
 from backends.supervisor.launch import Launch, log_errors, log_tail
-from backends.supervisor.locate import RUN_DIR_VARIABLE
-from backends.supervisor.problem import Problem
-from backends.supervisor.stamps import Say
+from backends.supervisor.problem import Problem, Say
 from backends.supervisor.watch import Action, GiveUp, Observation, Reload, RestartServer, Seen, Watch
 
 TURN_S = 1.0
@@ -189,8 +188,8 @@ class Supervisor:
             if (record.model, record.role, record.state) == (model, "stage", "stuck"):
                 processes.send(record.pid, record.start_time, signal.SIGKILL)  # it would never answer an unload
         api = self.plan.launch.api()
-        unloaded = api.unload(model, UNLOAD_TIMEOUT_S)
-        error = api.load(model, self.plan.start_timeout_s)
+        unloaded = api.control("unload", model, UNLOAD_TIMEOUT_S)
+        error = api.control("load", model, self.plan.start_timeout_s)
         return f"{error} ({unloaded})" if error and unloaded else error
 
     def _restart_server(self) -> None:

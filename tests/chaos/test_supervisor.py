@@ -97,7 +97,7 @@ def test_killed_supervisor_takes_its_server_along(tmp_path: Path) -> None:
     repository = write_recorded_models(tmp_path / "repository", {"step": "stage"})
     with running_server([repository], supervised=True) as running:
         os.kill(running.supervisor_pid, signal.SIGKILL)
-        wait_for(lambda: processes.start_time(running.pid) is None, BACK_S, "the server follows its supervisor")
+        wait_for(lambda: not processes.start_time(running.pid), BACK_S, "the server follows its supervisor")
         assert running.run_dir.exists()
         swept = rundir.sweep(print)
     assert running.run_dir in swept and not running.run_dir.exists()

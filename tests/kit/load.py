@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import queue
-import random
 import threading
 import time
 from collections import Counter
@@ -188,22 +187,6 @@ def body(count: int, modalities: tuple[str, ...] = ("text", "audio"), **stages: 
     }
 
 
-def random_plans(count: int, tokens: int, seed: int, cancel: float = 0.4, fail: float = 0.2) -> list[Plan]:
-    """Plans with random cancels and failures in random stages."""
-    rng, plans = random.Random(seed), []
-    for _ in range(count):
-        n = rng.randint(1, tokens)
-        stages = {}
-        if rng.random() < fail:
-            stages[rng.choice(["tokens", "frames", "wave"])] = {"fail_after": rng.randint(0, n)}
-        modalities = rng.choice([("text",), ("audio",), ("text", "audio")])
-        plan = Plan(body(n, modalities, **stages))
-        if rng.random() < cancel:
-            plan.cancel_after = rng.randint(0, n)
-        plans.append(plan)
-    return plans
-
-
 def main() -> None:
     """Print what happened."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -213,17 +196,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--modalities", default="audio")
     parser.add_argument("--bytes", type=int, default=0)
-    parser.add_argument("--random", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.random:
-        plans = random_plans(args.requests, args.tokens, args.seed)
-    else:
-        size = {"frame_bytes": args.bytes}
-        one = body(args.tokens, tuple(args.modalities.split(",")), tokens=size, frames=size)
-        plans = [Plan(one) for _ in range(args.requests)]
+    size = {"frame_bytes": args.bytes}
+    one = body(args.tokens, tuple(args.modalities.split(",")), tokens=size, frames=size)
     started = time.monotonic()
-    lives = run_many(args.url, plans, args.streams)
+    lives = run_many(args.url, [Plan(one) for _ in range(args.requests)], args.streams)
     took = time.monotonic() - started
     pieces = sum(sum(life.counts.values()) for life in lives)
     first = sorted(life.first_s for life in lives if life.first_s is not None)

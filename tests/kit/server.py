@@ -3,23 +3,21 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backends.config.repository import write
 from backends.control.records import InstanceRecord, read_records
 from backends.supervisor import processes, rundir
-from backends.supervisor.home import REPO, Home, find_home
+from backends.supervisor.home import REPO, find_home
 from backends.supervisor.launch import LOCAL, Api, Launch, free_ports, log_tail
 from backends.supervisor.locate import find_server
+from backends.supervisor.problem import Problem
+from backends.supervisor.served import served
 
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
@@ -132,62 +130,51 @@ def running_server(
 def _bare(
     folder: Path, repositories: list[Path], flags: Sequence[str], variables: Mapping[str, str], timeout_s: float
 ) -> Iterator[RunningServer]:
-    home, log = find_home(), folder / "server.log"
-    run_dir = rundir.make()
-    ports = free_ports()
-    server = find_server(home)
-    launch = Launch(
-        server, repositories, ports, run_dir, explicit=False, exit_timeout_s=10, flags=flags, variables=variables
-    )
+    log, run_dir, ports = folder / "server.log", rundir.make(), free_ports()
+    server = find_server(find_home())
+    server = replace(server, environment={**server.environment, **variables})
+    launch = Launch(server, repositories, ports, run_dir, exit_timeout_s=10, flags=flags)
     child = launch.start(log)
     try:
         processes.wait_until(lambda: launch.api().is_ready(2.0) or child.poll() is not None, timeout_s)
-        assert child.poll() is None and launch.api().is_ready(2.0), f"server not ready:\n{_kept(log, home, child.pid)}"
+        assert child.poll() is None and launch.api().is_ready(2.0), f"server not ready:\n{_kept(log)}"
         yield RunningServer(
             ports.http, ports.grpc, ports.metrics, 0, "", run_dir.path, run_dir.shm_prefix, child.pid, 0, log
         )
     finally:
         known = run_dir.processes()
         processes.stop(child, STOP_TIMEOUT_S)
-        _kept(log, home, child.pid)
+        _kept(log)
         run_dir.remove(known)
 
 
 def _supervised(
     folder: Path, options: Sequence[str], variables: Mapping[str, str], timeout_s: float
 ) -> Iterator[RunningServer]:
-    home, log, info = find_home(), folder / "supervisor.log", folder / "server.json"
-    command = [sys.executable, "-m", "backends.supervisor", "serve", "--any-port", "--info-file", str(info)]
-    command += ["--exit-timeout-s", "10", *options]  # a cancelled gRPC stream can pin a model until then (24.10)
-    with log.open("ab") as sink:
-        child = processes.start(command, {**os.environ, **variables}, sink.fileno(), tempfile.gettempdir())
+    log, run_dir = folder / "supervisor.log", Path()
+    options = ["--exit-timeout-s", "10", *options]  # a cancelled gRPC stream can pin a model until then (24.10)
     try:
-        processes.wait_until(lambda: info.exists() or child.poll() is not None, timeout_s)
-        facts = rundir.read_json(info)
-        assert facts is not None, f"server not ready:\n{_kept(log, home, child.pid)}"
-        yield RunningServer(
-            facts["http_port"], facts["grpc_port"], facts["metrics_port"], facts["openai_port"], facts["key"],
-            Path(facts["run_dir"]), facts["shm_prefix"], facts["server_pid"], child.pid, Path(facts["server_log"]),
-        )  # fmt: skip
+        with log.open("ab") as sink, served(options, sink.fileno(), timeout_s, variables) as facts:
+            run_dir = Path(facts["run_dir"])
+            yield RunningServer(
+                facts["http_port"], facts["grpc_port"], facts["metrics_port"], facts["openai_port"], facts["key"],
+                run_dir, facts["shm_prefix"], facts["server_pid"], facts["supervisor_pid"], Path(facts["server_log"]),
+            )  # fmt: skip
+    except Problem as problem:
+        raise AssertionError(f"{problem.what}:\n{log_tail(log, 60)}") from None
     finally:
-        _end_supervisor(child)
-        _kept(log, home, child.pid)
+        swept = rundir.sweep(print)
+        _kept(log)
+    assert run_dir not in swept, "the supervisor had to be killed"
 
 
-def _end_supervisor(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is None:
-        child.send_signal(signal.SIGINT)
-    gone_by_itself = processes.stop_waiting(child, STOP_TIMEOUT_S)
-    rundir.sweep(print)
-    assert gone_by_itself, "the supervisor had to be killed"
-
-
-def _kept(log: Path, home: Home, pid: int) -> str:
-    """Copy a test server's log to where it outlives the test, under its pid; returns its end. Old copies go."""
-    home.logs.mkdir(parents=True, exist_ok=True)
+def _kept(log: Path) -> str:
+    """Copy a test server's log to where it outlives the test; returns its end. Old copies go."""
+    logs = find_home().logs
+    logs.mkdir(parents=True, exist_ok=True)
     if log.exists():
-        shutil.copy(log, home.logs / f"test-{log.stem}-{pid}.log")
-    for old in sorted(home.logs.glob(f"test-{log.stem}-*.log"), key=lambda path: path.stat().st_mtime)[:-KEPT_LOGS]:
+        shutil.copy(log, logs / f"test-{log.stem}-{log.parent.name}.log")
+    for old in sorted(logs.glob(f"test-{log.stem}-*.log"), key=lambda path: path.stat().st_mtime)[:-KEPT_LOGS]:
         old.unlink(missing_ok=True)
     return log_tail(log, 60)
 

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
 
 from tests.kit.calls import holdings, idle
-from tests.kit.load import Plan, body, random_plans, run_many
+from tests.kit.load import Plan, body, run_many
 from tests.kit.server import RunningServer, wait_for
 
 pytestmark = pytest.mark.triton
@@ -35,7 +36,11 @@ def test_200_random_cancels_leave_nothing_behind(toy: RunningServer) -> None:
     run_many(toy.grpc, [Plan(body(20)) for _ in range(32)], 16)  # warm: links, lanes and slabs exist
     wait_for(lambda: idle(toy), 5, "idle before")
     before = holdings(toy)
-    lives = run_many(toy.grpc, random_plans(200, 60, seed=7, cancel=0.8, fail=0.1), 16)
+    rng = random.Random(7)
+    plans = [Plan(body(rng.randint(1, 60))) for _ in range(200)]
+    for plan in rng.sample(plans, 160):
+        plan.cancel_after = rng.randint(0, 30)
+    lives = run_many(toy.grpc, plans, 16)
     assert all(len(life.ends) == 1 for life in lives)
     assert sum(life.order_errors for life in lives) == 0
     ends = Counter(life.ends[0] for life in lives)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import backends
 from backends.config import paths
 
 VARIABLES = ("TRITON_OMNI_HOME", "TRITON_OMNI_ENGINE_PYTHON", "TRITON_OMNI_MODELS", "TRITON_OMNI_RUN_DIR")
@@ -55,8 +54,10 @@ def test_start_times_tell_processes_apart():
 
 
 def test_home_and_what_lies_in_it(monkeypatch, tmp_path):
-    beside = Path(backends.__file__).resolve().parents[1] / ".runtime"
-    assert paths.home() == (beside if beside.is_dir() else Path.home() / ".cache" / "triton-omni")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    assert paths.home(tmp_path) == Path("/c/triton-omni"), "an installed wheel"
+    (tmp_path / "pyproject.toml").touch()
+    assert paths.home(tmp_path) == tmp_path / ".runtime", "a checkout"
     monkeypatch.setenv("TRITON_OMNI_HOME", str(tmp_path))
     assert paths.home() == tmp_path
     assert paths.models_dir() == tmp_path / "models"

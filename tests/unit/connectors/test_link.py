@@ -9,16 +9,8 @@ import socket
 import pytest
 
 from backends.connectors.base import PACKET_BYTES, PeerLost
-from backends.connectors.link import PACKETS_PER_TURN, Link
+from backends.connectors.link import PACKETS_PER_TURN
 from tests.kit.connector_contract import open_fds
-
-
-@pytest.fixture
-def links():
-    a, b = (Link(s) for s in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    yield a, b
-    a.close()
-    b.close()
 
 
 def packets(link):

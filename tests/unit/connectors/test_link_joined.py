@@ -5,23 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import struct
 
 import pytest
 
 from backends.connectors.base import PACKET_BYTES
-from backends.connectors.link import JOINED, JOINED_BYTES, JOINED_FRAMES, Link
+from backends.connectors.link import JOINED, JOINED_BYTES, JOINED_FRAMES
 from backends.control.hub import Hub
 from backends.control.messages import Stop
-
-
-@pytest.fixture
-def links():
-    a, b = (Link(s) for s in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    yield a, b
-    a.close()
-    b.close()
 
 
 def received(link):

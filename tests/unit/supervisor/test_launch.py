@@ -50,7 +50,7 @@ def test_command() -> None:
 
 
 def test_bare_command_has_no_model_control_and_no_key() -> None:
-    command = " ".join(launch(explicit=False).command())
+    command = " ".join(launch().command())
     assert "explicit" not in command and "restricted" not in command
 
 
@@ -62,10 +62,11 @@ def test_the_command_by_hand_is_the_command() -> None:
 
 
 def test_environment_names_the_run_dir() -> None:
-    assert launch(variables={"X": "1"}).environment({"PYTHONPATH": "p"}) == {
+    misleading = {"PYTHONPATH": "/x", "PYTHONHOME": "/y", "VIRTUAL_ENV": "/z", "A": "other"}
+    assert launch().environment({**misleading, "LANG": "C"}) == {
+        "LANG": "C",
         "PATH": "/stub/bin:/usr/bin",
         "A": "b c",
-        "X": "1",
         "TRITON_OMNI_RUN_DIR": "/tmp/omni-run-x",
     }
 
@@ -127,13 +128,13 @@ def test_api_against_a_server(port: int) -> None:
     assert api.is_live() and not api.is_ready()
     assert api.models() == {"m": ("UNAVAILABLE", "no"), "n": ("", "")}
     assert Api(LOCAL, port).models() == {}
-    assert api.load("m", 5.0) == "load m: failed to load"
+    assert api.control("load", "m", 5.0) == "load m: failed to load"
 
 
 def test_api_without_a_server() -> None:
     api = Api(LOCAL, free_ports().http)
     assert not api.is_live() and api.models() == {}
-    assert "unload m: " in api.unload("m", 1.0)
+    assert "unload m: " in api.control("unload", "m", 1.0)
 
 
 LOG = """I1129 15:41:09.0 1 server.cc:305] "Waiting for in-flight requests to complete."

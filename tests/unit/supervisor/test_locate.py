@@ -46,14 +46,11 @@ def test_the_link_is_made_anew_and_alone(tmp_path: Path) -> None:
 def test_local_server_environment(tmp_path: Path) -> None:
     home = local_home(tmp_path)
     server = find_server(home, {"PATH": "/usr/bin"}, container=tmp_path / "none")
-    base = {"PYTHONPATH": "/x", "PYTHONHOME": "/y", "LANG": "C", "LD_LIBRARY_PATH": "/cuda"}
-    environment = server.full_environment(base)
+    environment = server.environment
     assert not server.in_container
     assert environment["PATH"] == f"{home.stub}/bin:/usr/bin"
     assert environment["LD_LIBRARY_PATH"] == str(home.libpython)
     assert environment["TRITON_OMNI_ENGINE_PYTHON"] == str(home.engine_python)
-    assert environment["LANG"] == "C"
-    assert "PYTHONPATH" not in environment and "PYTHONHOME" not in environment
 
 
 def test_container_layout_wins_and_needs_no_overlay(tmp_path: Path) -> None:

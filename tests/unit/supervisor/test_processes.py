@@ -38,11 +38,12 @@ def run(children: list[subprocess.Popen[bytes]], code: str, **environment: str) 
 def test_start_time_tells_the_living_from_zombies_and_strangers(children: list[subprocess.Popen[bytes]]) -> None:
     child = run(children, POLITE)
     started = processes.start_time(child.pid)
-    assert started is not None and processes.is_alive(child.pid, started)
+    assert processes.is_alive(child.pid, started)
     assert not processes.is_alive(child.pid, started + 1)
     child.kill()
-    assert processes.wait_until(lambda: processes.start_time(child.pid) is None, 10)  # a zombie until waited for
+    assert processes.wait_until(lambda: processes.start_time(child.pid) == 0, 10)  # a zombie until waited for
     assert child.poll() is not None
+    assert not processes.is_alive(child.pid, 0)
 
 
 def test_end_all_kills_only_who_does_not_go(children: list[subprocess.Popen[bytes]]) -> None:

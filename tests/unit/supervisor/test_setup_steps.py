@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import fcntl
+import sys
 import threading
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from backends.supervisor import setup, stamps, steps
-from backends.supervisor.home import Home, find_home
+from backends.supervisor import child, setup, stamps, steps
+from backends.supervisor.home import Home
 from backends.supervisor.pip import Requirement, explain, pip_arguments, read_requirements
 from backends.supervisor.problem import Problem
 from backends.supervisor.stamps import Step, only_one, run_steps
@@ -132,6 +133,16 @@ def test_pip_failures_in_words(text: str, words: list[str]) -> None:
     assert [word for word in words if word not in str(problem)] == []
 
 
+def test_a_childs_lines_are_logged_and_the_telling_ones_shown(tmp_path: Path) -> None:
+    said: list[str] = []
+    code = "print('Building it'); print('noise')"
+    text = child.run([sys.executable, "-c", code], tmp_path / "logs" / "x.log", child.lines_that("Build", said.append))
+    assert text == "Building it\nnoise\n" and said == ["    Building it"]
+    with pytest.raises(Problem, match="failed: no"):
+        child.run([sys.executable, "-c", "raise SystemExit('no')"], tmp_path / "logs" / "x.log")
+    assert (tmp_path / "logs" / "x.log").read_text().count("$ ") == 2
+
+
 def test_pip_arguments_are_split_like_a_shell_does() -> None:
     assert pip_arguments({"PIP_ARGS": "--find-links '/a b' -q"}) == ["--find-links", "/a b", "-q"]
     assert pip_arguments({}) == []
@@ -167,32 +178,12 @@ def test_unpack_replaces_the_whole_folder(tmp_path: Path) -> None:
     assert [p.name for p in target.iterdir()] == ["x"] and (target / "x" / "weights").read_bytes() == b"new"
 
 
-def test_a_torn_wheel_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
-    wheel, target = tmp_path / "x-1-py3-none-any.whl", tmp_path / "x"
-    wheel.write_bytes(b"not a zip")
-    target.mkdir()
-    (target / "old").touch()
-    with pytest.raises(zipfile.BadZipFile):
-        steps.unpack(wheel, target)
-    assert [p.name for p in target.iterdir()] == ["old"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["x", wheel.name]
-
-
 def test_steps_of_a_pipeline_with_weights_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "newcomer").mkdir()
     (tmp_path / "newcomer" / "build_models.py").write_text("")
     monkeypatch.setattr(steps, "PIPELINES", tmp_path)
     names = [step.name for step in steps.all_steps(steps.Context(Home(tmp_path), quiet, Home(tmp_path).extras))]
     assert "models-newcomer" in names and names[-1] == "self-check"
-
-
-def test_home(tmp_path: Path) -> None:
-    assert find_home({"TRITON_OMNI_HOME": str(tmp_path / "a")}).root == tmp_path / "a"
-    (tmp_path / "pyproject.toml").touch()
-    assert find_home({}, tmp_path).root == tmp_path / ".runtime"
-    wheel = tmp_path / "site-packages"
-    wheel.mkdir()
-    assert find_home({"XDG_CACHE_HOME": "/c"}, wheel).root == Path("/c/triton-omni")
 
 
 def test_setup_needs_nothing_but_the_standard_library() -> None:
