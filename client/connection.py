@@ -70,6 +70,7 @@ class AsyncClient:
             call["parameters"] = {wire.TRACEPARENT: traceparent}
             headers = {**headers, wire.TRACEPARENT: traceparent}
         stream: Any = self._triton.stream_infer(_once(call), stream_timeout=timeout_s, headers=headers)
+        del call, media  # an answer can last much longer than its request is worth keeping
         failure: OmniError | None = None
         whole = False
         try:

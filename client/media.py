@@ -14,7 +14,7 @@ import base64
 import binascii
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,9 +50,13 @@ class MediaError(ValueError):
 
 
 class Media:
-    """The media tensors of one request, filled part by part."""
+    """The media tensors of one request, filled part by part.
 
-    def __init__(self) -> None:
+    claim  told the bytes of each part before it is kept; it may raise
+    """
+
+    def __init__(self, claim: Callable[[int], None] = lambda nbytes: None) -> None:
+        self._claim = claim
         self._pieces: dict[str, list[np.ndarray]] = {}
         self._nbytes = 0
 
@@ -85,7 +89,10 @@ class Media:
     @property
     def tensors(self) -> dict[str, np.ndarray]:
         """Name → everything of that kind, one after the other."""
-        return {name: np.concatenate(pieces) for name, pieces in self._pieces.items()}
+        for name, pieces in self._pieces.items():
+            if len(pieces) > 1:  # the whole takes the place of its pieces
+                self._pieces[name] = [np.concatenate(pieces)]
+        return {name: piece for name, (piece,) in self._pieces.items()}
 
     def _add(self, name: str, piece: np.ndarray) -> int:
         """Keep a piece; returns its place in its tensor, in elements."""
@@ -94,6 +101,7 @@ class Media:
             raise MediaError(f"{name} cannot be {piece.dtype} of the shape {piece.shape}.")
         if self._nbytes + piece.nbytes > MAX_BYTES:
             raise MediaError(f"The media of a request may have {MAX_BYTES} bytes together when decoded.")
+        self._claim(piece.nbytes)
         self._nbytes += piece.nbytes
         pieces = self._pieces.setdefault(name, [])
         pieces.append(piece.reshape(-1))
@@ -130,7 +138,8 @@ def decode_speech(data: bytes) -> np.ndarray:
             pieces += made
     if not samples:
         raise MediaError("The audio is empty.")
-    return np.concatenate(pieces).clip(-1.0, 1.0)
+    sound = np.concatenate(pieces)
+    return np.clip(sound, -1.0, 1.0, out=sound)
 
 
 def decode_picture(data: bytes) -> np.ndarray:
@@ -164,24 +173,26 @@ def _upright(data: bytes, formats: tuple[str, ...]) -> Image.Image:
 
 def decode_film(data: bytes) -> np.ndarray:
     """(frames, height, width, 3) uint8: the frame on show every 1 / FILM_FRAMES_PER_S seconds. Raises MediaError."""
-    kept: list[np.ndarray] = []
+    count = 0
     with _opened(data, "video") as container:
         size = _frame_size(container)
+        kept = np.empty((MAX_FILM_FRAMES, size[1], size[0], 3), np.uint8)  # what is never written takes no memory
         left = MAX_DECODED_PIXELS
-        for count, frame in enumerate(container.decode(video=0)):
+        for decoded, frame in enumerate(container.decode(video=0)):
             pixels = frame.width * frame.height
             left -= pixels
-            if count == MAX_DECODED_FRAMES or pixels > MAX_PIXELS:
+            if decoded == MAX_DECODED_FRAMES or pixels > MAX_PIXELS:
                 raise MediaError(f"A film may have {MAX_DECODED_FRAMES} frames of {MAX_PIXELS} pixels.")
             if left < 0:
                 raise MediaError(f"The frames of a film may have {MAX_DECODED_PIXELS} pixels together.")
-            while (frame.time or 0.0) * FILM_FRAMES_PER_S >= len(kept):
-                if len(kept) == MAX_FILM_FRAMES:
+            while (frame.time or 0.0) * FILM_FRAMES_PER_S >= count:
+                if count == MAX_FILM_FRAMES:
                     raise MediaError(f"A film may have {MAX_FILM_FRAMES / FILM_FRAMES_PER_S:g} seconds.")
-                kept.append(frame.to_ndarray(format="rgb24", width=size[0], height=size[1]))
-    if not kept:
+                kept[count] = frame.to_ndarray(format="rgb24", width=size[0], height=size[1])
+                count += 1
+    if not count:
         raise MediaError("The film is empty.")
-    return np.stack(kept)
+    return kept[:count]
 
 
 def _frame_size(container: Any) -> tuple[int, int]:

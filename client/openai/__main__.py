@@ -13,6 +13,9 @@ import uvicorn
 from backends import wire
 from client.connection import AsyncClient
 from client.openai.app import Settings, make_app
+from client.openai.bodies import Limits
+from client.openai.budget import HELD_BYTES
+from client.openai.protocol import Protocol
 
 API_KEY_VARIABLE = "TRITON_OMNI_API_KEY"
 GRACE_S = 5
@@ -34,6 +37,7 @@ def arguments() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--header", action="append", default=[], metavar="NAME=VALUE", help="sent to Triton with every call")
     add("--private-urls", action="store_true", help="fetch media of requests from this network's own addresses, too")
+    add("--held-mib", type=int, default=HELD_BYTES >> 20, help="for all bodies and media together (%(default)s)")
     return parser
 
 
@@ -46,12 +50,14 @@ async def serve(options: argparse.Namespace) -> None:
     """Serve until a signal comes."""
     page = options.metrics
     url = "" if not page else page if "://" in page else f"http://{page}/metrics"
-    settings = Settings(pairs(options.model), options.api_key, url, options.private_urls)
+    limits = Limits(held_bytes=options.held_mib << 20)
+    settings = Settings(pairs(options.model), options.api_key, url, options.private_urls, limits)
     # gRPC's channel belongs to the loop that it is made in, so it is made here.
     app = make_app(AsyncClient(options.triton, pairs(options.header)), settings)
     config = uvicorn.Config(
         app, options.host, options.port, loop="asyncio", timeout_graceful_shutdown=GRACE_S,
-        http="h11", h11_max_incomplete_event_size=MAX_HEAD_BYTES,  # httptools bounds neither a header nor their number
+        http=Protocol,  # upon h11: httptools bounds neither a header nor their number
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         log_config=None,  # uvicorn's loggers write where all others do, in one format
     )  # fmt: skip
     await uvicorn.Server(config).serve()

@@ -19,10 +19,12 @@ from backends import wire
 from client.fetch import is_any, is_public
 from client.openai import chat, edits, images, models, speech, transcriptions
 from client.openai.backend import Backend
+from client.openai.bodies import Limits
 from client.openai.calls import Shared
 from client.openai.errors import ApiError
-from client.openai.guard import MAX_BODY_BYTES, Guard
+from client.openai.guard import Guard
 from client.openai.metrics import Metrics, show_metrics
+from client.openai.pools import Pools
 from client.openai.tracing import Traced
 from client.openai.transcripts import Transcripts
 
@@ -48,13 +50,14 @@ class Settings:
     api_key      clients of /v1 must send it; empty: nobody is asked
     metrics_url  Triton's metrics page; empty: only our own numbers
     private_urls  media may be fetched from any address, also from inside this network
+    limits       of what clients send
     """
 
     models: Mapping[str, str] = field(default_factory=dict[str, str])
     api_key: str = ""
     metrics_url: str = ""
     private_urls: bool = False
-    max_body_bytes: int = MAX_BODY_BYTES
+    limits: Limits = field(default_factory=Limits)
 
 
 def make_app(backend: Backend, settings: Settings) -> Starlette:
@@ -65,14 +68,16 @@ def make_app(backend: Backend, settings: Settings) -> Starlette:
         api_key=settings.api_key,
         metrics=metrics,
         routes=frozenset(route.path for route in ROUTES),
-        max_body_bytes=settings.max_body_bytes,
+        limits=settings.limits,
     )
 
+    pools = Pools()
     traces = wire.traces("triton-omni-proxy")
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
+        pools.close()
         await backend.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)
@@ -84,7 +89,7 @@ def make_app(backend: Backend, settings: Settings) -> Starlette:
         lifespan=lifespan,
     )
     may_fetch = is_any if settings.private_urls else is_public
-    app.state.shared = Shared(backend, models.Catalogue(backend, settings.models), Transcripts(), may_fetch)
+    app.state.shared = Shared(backend, models.Catalogue(backend, settings.models), Transcripts(), pools, may_fetch)
     app.state.metrics = metrics
     app.state.metrics_url = settings.metrics_url
     return app

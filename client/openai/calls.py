@@ -16,8 +16,10 @@ from backends import wire
 from backends.wire import GenerateRequest, OmniError
 from client.fetch import IsAllowed
 from client.openai.backend import Backend
+from client.openai.budget import Share
 from client.openai.errors import ParamOf, of_omni
 from client.openai.models import Catalogue
+from client.openai.pools import Pools
 from client.openai.transcripts import Transcripts
 from client.pieces import Piece
 
@@ -37,6 +39,7 @@ class Shared:
     backend: Backend
     catalogue: Catalogue
     transcripts: Transcripts
+    pools: Pools
     may_fetch: IsAllowed
 
 
@@ -146,8 +149,11 @@ def shared_of(request: Request) -> Shared:
 
 
 async def open_pieces(request: Request, call: Call) -> Pieces:
-    """Start the call; whatever happens to the HTTP request also happens to it."""
+    """Start the call; whatever happens to the HTTP request also happens to it. The body has been read by now."""
     shared = shared_of(request)
+    share: Share = request.state.share
+    share.give(request.state.body_bytes)
+    share.take((call.runs - 1) * sum(tensor.nbytes for tensor in call.media.values()))  # each run sends them
     pipeline = await shared.catalogue.pipeline_of(call.model)
     sources = [
         shared.backend.generate(

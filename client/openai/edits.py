@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
@@ -12,10 +12,12 @@ from starlette.responses import Response
 
 from backends.wire import Part
 from client.media import Media
+from client.openai.calls import shared_of
 from client.openai.errors import invalid, missing
 from client.openai.forms import fields_of, file_in, opened_form
 from client.openai.images import Sources, answer, read_draw
 from client.openai.messages import blaming
+from client.openai.pools import in_thread
 
 MAX_PICTURES = 16
 PICTURES = ("image", "image[]")
@@ -24,23 +26,22 @@ PICTURES = ("image", "image[]")
 async def edit(request: Request) -> Response:
     """Edit."""
     async with opened_form(request, MAX_PICTURES + 1) as form:
-        sources = await _sources(form)
+        sources = await _sources(form, Media(request.state.share.take), shared_of(request).pools.media)
         fields = fields_of(form, (*PICTURES, "mask"))
     fields.choice("input_fidelity", ("high", "low"))
     call = read_draw(fields, sources)
     return await answer(request, call)
 
 
-async def _sources(form: FormData) -> Sources:
+async def _sources(form: FormData, found: Media, pool: ThreadPoolExecutor) -> Sources:
     """Pictures, then the mask of the first one."""
-    found = Media()
-    parts = [await _part(value, "image", found.image) for key in PICTURES for value in form.getlist(key)]
+    parts = [await _part(pool, value, "image", found.image) for key in PICTURES for value in form.getlist(key)]
     if not parts:
         raise missing("image")
     if len(form.getlist("mask")) > 1:
         raise invalid("mask", "There is one mask at most.")
     if "mask" in form:
-        mask = await _part(form["mask"], "mask", found.mask)
+        mask = await _part(pool, form["mask"], "mask", found.mask)
         if mask.shape != parts[0].shape[:2]:
             sizes = [f"{width}x{height}" for height, width in (mask.shape, parts[0].shape[:2])]
             raise invalid("mask", f"The mask is {sizes[0]}, the picture {sizes[1]}: they must have the same size.")
@@ -52,7 +53,7 @@ async def _sources(form: FormData) -> Sources:
     return Sources(tuple(parts), found.tensors, params)
 
 
-async def _part(value: UploadFile | str, param: str, add: Callable[[bytes], Part]) -> Part:
+async def _part(pool: ThreadPoolExecutor, value: UploadFile | str, param: str, add: Callable[[bytes], Part]) -> Part:
     data = await file_in(value, param)
     with blaming(param, "invalid_image"):
-        return await asyncio.to_thread(add, data)
+        return await in_thread(pool, add, data)

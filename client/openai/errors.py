@@ -56,6 +56,8 @@ class ApiError(Exception):
         """What tells a client whether to try again."""
         if self.retry_after_s is not None:
             return {"retry-after": f"{max(1, round(self.retry_after_s))}"}
+        if self.status == 408:  # the rest of the body may come at any time
+            return {"connection": "close"}
         return {"x-should-retry": "false"} if self.status >= 409 else {}
 
     def response(self) -> JSONResponse:

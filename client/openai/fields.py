@@ -41,7 +41,7 @@ def from_text(text: str) -> Any:
 def _loaded(text: str) -> Any:
     """The value, if it can be sent on: half a surrogate pair and infinity are JSON for Python alone."""
     value = json.loads(text, parse_constant=_finite, parse_float=_finite)
-    if "\\ud" in text.lower():
+    if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()
     return value
 

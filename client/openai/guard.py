@@ -8,35 +8,28 @@ in any phase. Whatever the request has open is closed on the way out, so the ser
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import time
 from contextlib import AsyncExitStack
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backends import wire
+from client.openai.bodies import ClientGone, Limits, Receiver
+from client.openai.budget import Budget
 from client.openai.calls import BrokenOff
 from client.openai.errors import ApiError
 from client.openai.metrics import CLIENT_GONE, Metrics
 
 log = logging.getLogger("triton_omni.proxy")
 
-MAX_BODY_BYTES = 64 * 1024 * 1024
-DRAIN_FACTOR = 4
-"""Of a body that is too large, so many times the bound are read before the answer; and for DRAIN_S at most."""
-DRAIN_S = 30.0
 PROTECTED = "/v1/"
 
 
 INTERNAL = ApiError(500, "Internal error of the proxy.", code="internal_error", kind="server_error")
-
-
-class ClientGone(Exception):
-    """The client closed the connection."""
 
 
 class Guard:
@@ -49,13 +42,15 @@ class Guard:
         api_key: str,
         metrics: Metrics,
         routes: frozenset[str],
-        max_body_bytes: int = MAX_BODY_BYTES,
+        limits: Limits,
     ) -> None:
         self._app = app
         self._api_key = api_key.encode()
         self._metrics = metrics
         self._routes = routes
-        self._max_body_bytes = max_body_bytes
+        self._limits = limits
+        self._budget = Budget(limits.held_bytes)
+        metrics.held_bytes = lambda: self._budget.held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -69,6 +64,7 @@ class Guard:
         try:
             async with AsyncExitStack() as stack:
                 state["stack"] = stack
+                state["share"] = stack.enter_context(self._budget.share())
                 await self._serve(scope, receive, answer)
         except ClientGone:
             answer.status = CLIENT_GONE
@@ -94,7 +90,9 @@ class Guard:
     async def _serve(self, scope: Scope, receive: Receive, answer: Answer) -> None:
         headers = Headers(scope=scope)
         self._check_key(scope["path"], headers)
-        body = await self._body(receive, headers)
+        state = scope["state"]
+        body: bytes | None = await Receiver(receive, state["share"], self._limits).body(headers)
+        state["body_bytes"] = state["share"].held
         gone = asyncio.Event()
 
         async def replay() -> Message:
@@ -126,40 +124,6 @@ class Guard:
             message = "Incorrect API key provided." if key else "You didn't provide an API key."
             raise ApiError(401, message, code="invalid_api_key")
 
-    async def _body(self, receive: Receive, headers: Headers) -> bytes | None:
-        """The whole body, bounded. Raises ApiError or ClientGone."""
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self._max_body_bytes:
-            await self._refuse(receive, is_coming="expect" not in headers)  # who expects an answer first sends later
-        body = bytearray()
-        more = True
-        while more:
-            message = await _received(receive)
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self._max_body_bytes:
-                await self._refuse(receive, is_coming=more)
-        return bytes(body)
-
-    async def _refuse(self, receive: Receive, *, is_coming: bool) -> NoReturn:
-        """Raise the error for a body that is too large.
-
-        The rest is read before, without keeping it: most clients look for an answer only when they have sent all.
-        """
-        if is_coming:
-            await self._drain(receive)
-        raise ApiError(413, f"The body may have {self._max_body_bytes} bytes.", code="content_too_large")
-
-    async def _drain(self, receive: Receive) -> None:
-        left = DRAIN_FACTOR * self._max_body_bytes
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
-                while left > 0:
-                    message = await _received(receive)
-                    left -= len(message.get("body", b""))
-                    if not message.get("more_body", False):
-                        return
-
 
 class Answer:
     """Sends an answer with its request id, and remembers what the metrics want to know."""
@@ -182,14 +146,6 @@ class Answer:
         elif message.get("body") and self.first_byte_s is None:
             self.first_byte_s = time.monotonic() - self._arrived_s
         await self._send(message)
-
-
-async def _received(receive: Receive) -> Message:
-    """The next part of the body. Raises ClientGone."""
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise ClientGone
-    return message
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -4,7 +4,6 @@ here of options, answers and events holds for edits, too."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import re
@@ -20,9 +19,11 @@ from starlette.responses import JSONResponse, Response
 
 from backends.wire import Event, GenerateRequest, Message, OmniError, Part
 from client.openai import extras, sse
+from client.openai.bodies import read_json
 from client.openai.calls import Call, open_pieces, shared_of
 from client.openai.errors import ApiError, invalid, missing, unsupported
-from client.openai.fields import IGNORED, Fields, parse_json
+from client.openai.fields import IGNORED, Fields
+from client.openai.pools import in_thread
 from client.pieces import Piece
 
 STAGE = "denoiser"
@@ -86,22 +87,23 @@ class DrawCall:
 
 async def generate(request: Request) -> Response:
     """Draw."""
-    return await answer(request, read_draw(parse_json(await request.body())))
+    return await answer(request, read_draw(await read_json(request)))
 
 
 async def answer(request: Request, call: DrawCall) -> Response:
     """The pictures, or the events of a stream."""
+    pools = shared_of(request).pools
     pieces = await open_pieces(request, call.call)
     try:
         await pieces.begin()
     except ApiError as error:
         raise await _naming_others(request, call.call, error) from error
     if call.is_stream:
-        return sse.response(sse.body(pieces, Drawing(call).events))
+        return sse.response(sse.body(pools, pieces, Drawing(call).events))
     drawing = Drawing(call)
     async for _, piece in pieces:
         drawing.on(piece)
-    return JSONResponse(await asyncio.to_thread(drawing.answer))
+    return JSONResponse(await in_thread(pools.answers, drawing.answer))
 
 
 async def _naming_others(request: Request, call: Call, error: ApiError) -> ApiError:

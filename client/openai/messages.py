@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from backends.wire import Message, Part
 from client.fetch import read_url
-from client.media import Media, MediaError, from_base64
+from client.media import Media, MediaError, from_base64, from_data_url
+from client.openai.budget import Share
+from client.openai.calls import Shared
 from client.openai.errors import invalid, missing, unsupported
 from client.openai.fields import Fields
+from client.openai.pools import in_thread
 from client.openai.tools import checked_calls
-from client.openai.transcripts import Transcripts
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 AUDIO_FORMATS = ("wav", "mp3", "flac", "opus", "ogg", "aac", "m4a", "mp4", "webm")
@@ -27,19 +28,17 @@ URL_PARTS = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
 _ADD = {"image": Media.image, "audio": Media.audio, "video": Media.video}
 UNREAD = ("refusal", "annotations", "function_call", "weight", "images", "reasoning")
 """What answers carry and clients send back, and what says nothing to a model."""
-Fetch = Callable[[str], Awaitable[bytes]]
 
 
 class Reader:
     """Reads the messages of one request."""
 
-    def __init__(self, transcripts: Transcripts, fetch: Fetch = read_url) -> None:
-        self.media = Media()
+    def __init__(self, shared: Shared, share: Share) -> None:
+        self.media = Media(share.take)
         self.with_film_sounds = False
         """Films bring their own sound along."""
         self._media_count = 0
-        self._transcripts = transcripts
-        self._fetch = fetch
+        self._shared = shared
 
     async def read(self, messages: list[Any]) -> tuple[Message, ...]:
         """All messages. Raises ApiError naming the part."""
@@ -84,7 +83,7 @@ class Reader:
 
     def _transcript(self, audio: Fields) -> str:
         audio_id = audio.text("id", needed=True) or ""
-        transcript = self._transcripts.find(audio_id)
+        transcript = self._shared.transcripts.find(audio_id)
         if transcript is None:
             message = f"There is no audio '{audio_id}', or it has expired; send the text as 'content'."
             raise invalid(audio.name("id"), message, "audio_expired")
@@ -111,7 +110,7 @@ class Reader:
         fields.nothing_else()
         param = fields.name("data")
         with blaming(param, "invalid_audio"):
-            return await asyncio.to_thread(lambda: self.media.audio(from_base64(data)))
+            return await in_thread(self._shared.pools.media, lambda: self.media.audio(from_base64(data)))
 
     async def _by_url(self, fields: Fields, kind: str) -> list[Part]:
         url = fields.text("url", needed=True, most=MAX_URL_CHARS) or ""
@@ -120,12 +119,20 @@ class Reader:
         fields.nothing_else()
         param = fields.name("url")
         with blaming(param, f"invalid_{kind}_url"):
-            data = await self._fetch(url)
+            data = await self._read(url)
+        pools = self._shared.pools
+        pool = pools.films if kind == "video" else pools.media
         with blaming(param, f"invalid_{kind}"):
-            parts = [await asyncio.to_thread(_ADD[kind], self.media, data)]
+            parts = [await in_thread(pool, _ADD[kind], self.media, data)]
             if kind == "video" and self.with_film_sounds:
-                parts.append(await asyncio.to_thread(self.media.sound_of, data))
+                parts.append(await in_thread(pool, self.media.sound_of, data))
             return parts
+
+    async def _read(self, url: str) -> bytes:
+        pools = self._shared.pools
+        if url.startswith("data:"):
+            return await in_thread(pools.media, from_data_url, url)
+        return await read_url(url, self._shared.may_fetch, pools.names)
 
 
 @contextmanager

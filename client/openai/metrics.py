@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -36,6 +37,8 @@ class Metrics:
     finished: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     in_flight: Counter[str] = field(default_factory=Counter[str])
     first_byte: dict[str, Histogram] = field(default_factory=dict[str, Histogram])
+    held_bytes: Callable[[], int] = int
+    """Of bodies and media, now."""
 
     def observe_first_byte(self, route: str, value_s: float) -> None:
         """Count the time from a request's arrival to the first byte of its answer's body."""
@@ -51,6 +54,9 @@ class Metrics:
         lines.append("# TYPE omni_proxy_requests_in_flight gauge")
         for route, count in sorted(self.in_flight.items()):
             lines.append(f'omni_proxy_requests_in_flight{{route="{route}"}} {count}')
+        name = "omni_proxy_held_bytes"
+        lines += [f"# HELP {name} Bodies and decoded media that are held.", f"# TYPE {name} gauge"]
+        lines.append(f"{name} {self.held_bytes()}")
         name = "omni_proxy_first_byte_seconds"
         lines += [f"# HELP {name} From arrival to the first byte of the answer's body.", f"# TYPE {name} histogram"]
         for route, histogram in sorted(self.first_byte.items()):

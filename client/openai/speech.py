@@ -11,11 +11,12 @@ from starlette.responses import Response, StreamingResponse
 
 from backends.wire import GenerateRequest
 from client.openai import audio, extras, sse
-from client.openai.calls import BrokenOff, Call, Pieces, open_pieces
+from client.openai.bodies import read_json
+from client.openai.calls import BrokenOff, Call, Pieces, open_pieces, shared_of
 from client.openai.chat_answer import usage_of
 from client.openai.chat_request import voice_of
 from client.openai.errors import ApiError, invalid, missing
-from client.openai.fields import IGNORED, Fields, parse_json
+from client.openai.fields import IGNORED, Fields
 from client.pieces import Piece
 
 MAX_INPUT_CHARS = 4096
@@ -24,12 +25,12 @@ FORMATS = tuple(k for k in audio.MEDIA_TYPES if k != "pcm16")
 
 async def speak(request: Request) -> Response:
     """Speak a text."""
-    call, kind, is_sse = read_speech(parse_json(await request.body()))
+    call, kind, is_sse = read_speech(await read_json(request))
     pieces = await open_pieces(request, call)
     voice = Voice(kind)
     if is_sse:
         await pieces.begin()
-        return sse.response(sse.body(pieces, voice.events))
+        return sse.response(sse.body(shared_of(request).pools, pieces, voice.events))
     first = await _first_bytes(pieces, voice)
     return StreamingResponse(_rest(first, pieces, voice), media_type=audio.MEDIA_TYPES[kind])
 

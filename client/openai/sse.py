@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
@@ -12,6 +11,7 @@ from starlette.responses import StreamingResponse
 
 from client.openai.calls import KEEP_ALIVE_S, Pieces
 from client.openai.errors import ApiError
+from client.openai.pools import Pools, in_thread
 from client.pieces import Piece
 
 PING = b": ping\n\n"
@@ -28,7 +28,9 @@ Turn = Callable[[int, Piece], Iterable[bytes]]
 """Bytes to send for a piece of a run."""
 
 
-async def body(pieces: Pieces, turn: Turn, *, first: bytes = b"", last: bytes = b"") -> AsyncIterator[bytes]:
+async def body(
+    pools: Pools, pieces: Pieces, turn: Turn, *, first: bytes = b"", last: bytes = b""
+) -> AsyncIterator[bytes]:
     """The bytes of a stream: what `turn` makes of each piece, between `first` and `last`; comments meanwhile.
 
     An error is an event, too, and nothing follows it.
@@ -45,7 +47,7 @@ async def body(pieces: Pieces, turn: Turn, *, first: bytes = b"", last: bytes = 
             if item[1].image is None:
                 made = _joined(turn, *item)
             else:  # a picture takes its time to encode; others are served meanwhile
-                made = await asyncio.to_thread(_joined, turn, *item)
+                made = await in_thread(pools.answers, _joined, turn, *item)
             if made:
                 yield made
         if last:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,11 +14,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from backends.wire import Event, GenerateRequest, Message
 from client.media import Media
 from client.openai import extras, sse
-from client.openai.calls import Call, open_pieces
+from client.openai.calls import Call, open_pieces, shared_of
 from client.openai.errors import ApiError, invalid, missing, unsupported
 from client.openai.fields import Fields
 from client.openai.forms import fields_of, file_in, opened_form
 from client.openai.messages import blaming
+from client.openai.pools import in_thread
 from client.pieces import Piece
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
@@ -79,20 +79,21 @@ class Transcript:
 
 async def transcribe(request: Request) -> Response:
     """Write down what is said."""
-    media = Media()
+    pools = shared_of(request).pools
+    media = Media(request.state.share.take)
     async with opened_form(request, max_files=1) as form:
         wish = read_wish(fields_of(form, ("file",)))
         if "file" not in form:
             raise missing("file")
         data = await file_in(form["file"], "file")
     with blaming("file", "invalid_audio"):
-        part = await asyncio.to_thread(media.audio, data)
+        part = await in_thread(pools.media, media.audio, data)
     asked = GenerateRequest(operation="transcription", messages=(Message("user", (part,)),), **wish.options)
     pieces = await open_pieces(request, Call(wish.model, asked, PARAMS, media.tensors))
     transcript = Transcript()
     if wish.is_stream:
         await pieces.begin()
-        return sse.response(sse.body(pieces, transcript.events))
+        return sse.response(sse.body(pools, pieces, transcript.events))
     async for _, piece in pieces:
         transcript.on(piece)
     return ANSWERS[wish.response_format](transcript)

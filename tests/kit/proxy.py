@@ -20,6 +20,7 @@ import uvicorn
 
 from client.openai.app import Settings, make_app
 from client.openai.backend import Backend
+from client.openai.protocol import Protocol
 
 JOIN_S = 20.0
 
@@ -72,8 +73,9 @@ def running_proxy(backend: Backend, settings: Settings | None = None) -> Iterato
     """A proxy for the `with` body."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        make_app(backend, settings or Settings()), log_level="warning", timeout_graceful_shutdown=1, lifespan="on"
-    )
+        make_app(backend, settings or Settings()), log_level="warning", timeout_graceful_shutdown=1, lifespan="on",
+        http=Protocol,
+    )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
     thread.start()  # the listener takes connections at once, so there is nothing to wait for

@@ -70,12 +70,12 @@ def test_what_is_not_read_names_the_url(sdk: openai.OpenAI, kind: str, url: str,
 def test_the_checked_address_is_connected_to_at_every_redirect_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    async def resolve(self: object, host: str, port: int, **_: object) -> list[Any]:
+    def resolve(host: str, port: int, **_: object) -> list[Any]:
         asked.append(host)
         address = {"outside.test": "127.0.0.1", "inside.test": "127.0.0.2"}[host]
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port))]
 
-    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     pages: dict[str, tuple[int, dict[str, str], bytes]] = {"/good": (200, {}, b"content")}
     with web(pages) as root:
         port = root.rpartition(":")[2]
@@ -103,11 +103,11 @@ def test_public_addresses(address: str) -> None:
 
 
 def test_names_in_any_script_and_redirects_to_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def resolve(self: object, host: str, port: int, **_: object) -> list[Any]:
+    def resolve(host: str, port: int, **_: object) -> list[Any]:
         assert host == "xn--bcher-kva.test"
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port))]
 
-    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     with web({"/good": (200, {}, b"content"), "/nowhere": (302, {}, b""), "/same": (304, {}, b"")}) as root:
         at = f"http://bücher.test:{root.rpartition(':')[2]}"
         assert asyncio.run(fetching.read_url(f"{at}/good", fetching.is_any)) == b"content"

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes of clients the proxy holds at a time: bodies that arrive, and the media in them once decoded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from client.openai.errors import ApiError
+
+HELD_BYTES = 1 << 30
+
+
+class Budget:
+    """What all requests may hold together. Threads may share it."""
+
+    def __init__(self, most: int = HELD_BYTES) -> None:
+        self.most = most
+        self.held = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def share(self) -> Iterator[Share]:
+        """What one request holds, for the `with` body."""
+        share = Share(self)
+        try:
+            yield share
+        finally:
+            self.add(-share.held)
+
+    def add(self, nbytes: int) -> bool:
+        """Hold so many bytes more, or less; False, and nothing is changed, if that is too much."""
+        with self._lock:
+            if nbytes > 0 and self.held + nbytes > self.most:
+                return False
+            self.held += nbytes
+            return True
+
+
+class Share:
+    """The bytes of one request."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.held = 0
+        self._budget = budget
+
+    def take(self, nbytes: int) -> None:
+        """Hold so many bytes more. Raises ApiError: 413 if they could never be held, 503 if they cannot be now."""
+        most = self._budget.most
+        if self.held + nbytes > most:
+            raise ApiError(413, f"Body and decoded media may have {most} bytes together.", code="content_too_large")
+        if not self._budget.add(nbytes):
+            message = f"All requests together hold {most} bytes of bodies and media; try again."
+            raise ApiError(503, message, code="overloaded", kind="server_error")
+        self.held += nbytes
+
+    def give(self, nbytes: int) -> None:
+        """Hold so many bytes less."""
+        self._budget.add(-nbytes)
+        self.held -= nbytes
