@@ -29,22 +29,18 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("setup", help="make what the local server needs")
     serve.add_arguments(commands.add_parser("serve", help="run the server until Ctrl-C"))
-    demo.add_arguments(commands.add_parser("demo", help="start a server, ask it, show what came"))
+    commands.add_parser("demo", help="start a server, ask it, show what came; files in out/")
     commands.add_parser("doctor", help="check set-up, list running servers with memory and start-up seconds")
     commands.add_parser("health", help="exit code 0 if the server here is well")
-    commands.add_parser("sweep", help="remove what dead servers left")
     options = parser.parse_args(arguments)
     try:
         if options.command == "serve":
             return serve.serve(options, setup.say)
         if options.command == "demo":
-            return demo.demo(options, setup.say)
+            return demo.demo(setup.say)
         if options.command == "doctor":
             return doctor.doctor(setup.say)
-        if options.command == "health":
-            return health()
-        rundir.sweep(setup.say)
-        return 0
+        return health()
     except Problem as problem:
         setup.say(f"{options.command}: {problem}")
         return 1

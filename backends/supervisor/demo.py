@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 import sys
 import time
@@ -11,10 +10,10 @@ import wave
 from pathlib import Path
 from typing import Any
 
-from backends.config.paths import REPO
 from backends.supervisor.problem import Problem, Say
 from backends.supervisor.served import served
 
+OUT = Path("out")
 QUESTION = "What is the capital of France? Tell me a little about it."
 SPEECH_HZ = 24000  # OpenAI's pcm16 is always 24 kHz mono
 READY_TIMEOUT_S = 900.0
@@ -22,26 +21,16 @@ ANSWER_TIMEOUT_S = 300.0
 SPEAKING, PAINTING = "chat", "image"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `demo`."""
-    parser.add_argument("--prompt", default=QUESTION, help="what to ask")
-    parser.add_argument("--picture", default="", help="what to paint; else the example that the model gives of itself")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the answers")
-
-
-def demo(options: argparse.Namespace, say: Say) -> int:
-    """Run the demonstration; returns the exit code."""
-    models = REPO / "model_repository"
-    wanted = [f"--repository={models / name}" for name in (SPEAKING, PAINTING) if (models / name).is_dir()]
-    options.out.mkdir(parents=True, exist_ok=True)
-    with served(wanted, sys.stdout.fileno(), READY_TIMEOUT_S) as facts:
+def demo(say: Say) -> int:
+    """Run the demonstration, its answers into out/; returns the exit code."""
+    OUT.mkdir(exist_ok=True)
+    with served([], sys.stdout.fileno(), READY_TIMEOUT_S) as facts:
         from openai import OpenAI
 
         base_url = f"http://{facts['host']}:{facts['openai_port']}/v1"
         client = OpenAI(base_url=base_url, api_key="not-needed", timeout=ANSWER_TIMEOUT_S, max_retries=2)
-        made = speak(client, options.prompt, options.out, say)
-        if (models / PAINTING).is_dir():
-            made.append(paint(client, options.picture, options.out, say))
+        made = [*speak(client, say), paint(client, say)]
+        say("\nending the server")
     say("\nmade:")
     for path in made:
         say(f"  {path}  ({path.stat().st_size} bytes)")
@@ -49,15 +38,15 @@ def demo(options: argparse.Namespace, say: Say) -> int:
     return 0
 
 
-def speak(client: Any, prompt: str, out: Path, say: Say) -> list[Path]:
+def speak(client: Any, say: Say) -> list[Path]:
     """Ask for text and speech in one stream; writes answer.txt and answer.wav."""
-    say(f"\nasking: {prompt}")
+    say(f"\nasking: {QUESTION}")
     start = time.monotonic()
     text: list[str] = []
     audio: list[bytes] = []
     stream = client.chat.completions.create(
         model=SPEAKING,
-        messages=[{"role": "user", "content": prompt}],
+        messages=[{"role": "user", "content": QUESTION}],
         modalities=["text", "audio"],
         audio={"voice": fact_of(client, SPEAKING, "voices", ["default"])[0], "format": "pcm16"},
         max_tokens=120,
@@ -78,7 +67,7 @@ def speak(client: Any, prompt: str, out: Path, say: Say) -> list[Path]:
             audio.append(base64.b64decode(data))
     if not text or not audio:
         raise Problem(f"the answer has {len(text)} pieces of text and {len(audio)} of audio", "read the server's log")
-    paths = [out / "answer.txt", out / "answer.wav"]
+    paths = [OUT / "answer.txt", OUT / "answer.wav"]
     paths[0].write_text("".join(text) + "\n")
     write_wav(paths[1], b"".join(audio))
     say(f"  answer: {''.join(text)}")
@@ -106,13 +95,13 @@ def write_wav(path: Path, pcm: bytes) -> None:
         file.writeframes(pcm)
 
 
-def paint(client: Any, prompt: str, out: Path, say: Say) -> Path:
-    """Ask for a picture; writes picture.png."""
-    prompt = prompt or fact_of(client, PAINTING, "example", "a picture")
+def paint(client: Any, say: Say) -> Path:
+    """Ask for the picture that the model gives as an example of itself; writes picture.png."""
+    prompt = fact_of(client, PAINTING, "example", "a picture")
     say(f"\npainting: {prompt}")
     start = time.monotonic()
     answer = client.images.generate(model=PAINTING, prompt=prompt, response_format="b64_json", n=1)
-    path = out / "picture.png"
+    path = OUT / "picture.png"
     path.write_bytes(base64.b64decode(answer.data[0].b64_json))
     say(f"  done after {time.monotonic() - start:.2f} s")
     return path

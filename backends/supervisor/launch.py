@@ -137,6 +137,8 @@ class Launch:
         """Start the server, its output appended to `log`. Not from the repository: its packages must be installed."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as sink:
+            sink.write(f"$ {self.by_hand()}\n".encode())
+            sink.flush()
             return processes.start(self.command(), self.environment(os.environ), sink.fileno(), tempfile.gettempdir())
 
     @property

@@ -119,11 +119,6 @@ def stop(child: subprocess.Popen[bytes], patience_s: float) -> bool:
     """End a child of ours: SIGTERM, wait, SIGKILL. True if it went by itself."""
     if child.poll() is None:
         child.terminate()
-    return stop_waiting(child, patience_s)
-
-
-def stop_waiting(child: subprocess.Popen[bytes], patience_s: float) -> bool:
-    """Wait for a child that was told to end; SIGKILL after `patience_s`. True if it went by itself."""
     try:
         child.wait(patience_s)
     except subprocess.TimeoutExpired:

@@ -24,9 +24,14 @@ from backends.supervisor.watch import Bounds, Watch
 EMBEDDED_DEFAULT = tuple(REPO / "model_repository" / name for name in ("chat", "image"))
 KEPT_LOGS = 10
 OLD_SERVER = (
-    "note: this local server is version 2.51.0 (24.10) with known security holes; it is for development on this\n"
-    "      machine and listens on {host} only. Serve others from NVIDIA's container (docker/)."
+    "note: this local Triton (24.10) has known security holes: for development on this machine only; it listens on\n"
+    "      {host}. Serve others from NVIDIA's container (docker/)."
 )
+WELCOME = """
+Triton  http://{host}:{ports.http}  grpc {host}:{ports.grpc}  metrics http://{host}:{ports.metrics}/metrics
+        (loading, unloading and shared memory need the header '{key}')
+try     curl {host}:{ports.http}/v2/models/{model}/generate_stream \\
+             -d '{{"text_input": "Hello!", "stream": true, "modalities": "text"}}'"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,16 +110,11 @@ def proxy_command(launch: Launch) -> list[str]:
     return [launch.server.environment[ENGINE_PYTHON_VARIABLE], "-m", "client.openai", *options]
 
 
-def announce(launch: Launch, proxied: bool, say: Say) -> None:
-    """Say what is started, so that a person can do the same by hand."""
-    host, ports = launch.api().host, launch.ports
-    if not launch.server.in_container:
-        say(OLD_SERVER.format(host=host))
-    say(f"the same server by hand:\n  {launch.by_hand()}")
-    say(f"triton: http {host}:{ports.http}, grpc {host}:{ports.grpc}, metrics http://{host}:{ports.metrics}/metrics")
-    say(f"model control and shared memory need the header '{launch.key_header}'")
-    if proxied:
-        say(f"openai: http://{host}:{ports.openai}/v1")
+def welcome(launch: Launch, proxied: bool) -> str:
+    """Where everything listens, and a first thing to try."""
+    host, ports, models = launch.api().host, launch.ports, public_models(launch.repositories)
+    text = WELCOME.format(host=host, ports=ports, key=launch.key_header, model=next(iter(models), "<model>"))
+    return text + (f"\nOpenAI  http://{host}:{ports.openai}/v1" if proxied else "") + "\nCtrl-C ends it."
 
 
 def serve(options: argparse.Namespace, say: Say) -> int:
@@ -140,8 +140,12 @@ def serve(options: argparse.Namespace, say: Say) -> int:
         proxy=() if options.no_proxy else proxy_command(launch),
         start_timeout_s=options.start_timeout_s,
         info_file=options.info_file,
+        welcome="" if options.info_file else welcome(launch, not options.no_proxy),
     )
-    announce(launch, bool(plan.proxy), say)
+    if not server.in_container:
+        say(OLD_SERVER.format(host=launch.api().host))
+    say(f"starting tritonserver with {', '.join(path.name for path in paths)}")
+    say(f"log: {plan.server_log} (its first line starts the same server by hand)")
     code = Supervisor(plan, say).run()
     say("ended; nothing is left behind" if code == 0 else f"gave up; read {plan.server_log}")
     return code

@@ -57,6 +57,7 @@ class Plan:
     proxy          command of the OpenAI proxy; empty: none
     start_timeout_s how long the models may take to load
     info_file      gets the facts (addresses, pids, key) once all is ready; for demo and tests
+    welcome        said once all is ready
     """
 
     launch: Launch
@@ -66,6 +67,7 @@ class Plan:
     proxy: Sequence[str] = ()
     start_timeout_s: float = 900.0
     info_file: Path | None = None
+    welcome: str = ""
 
 
 class Supervisor:
@@ -98,6 +100,7 @@ class Supervisor:
             self._start_proxy()
             if not self.stopping.event.is_set():
                 self._ready()
+                self._say(self.plan.welcome)
             return self._look_after()
         finally:
             self._end()
