@@ -50,6 +50,10 @@ class Drawing:
     step: int = 0
 
     @property
+    def n(self) -> int:
+        return self.wish.n
+
+    @property
     def is_prepared(self) -> bool:
         return self.latents is not None
 

@@ -19,18 +19,13 @@ from backends.core.pipeline import EngineContext
 from backends.diffusion.calibrate import Weights, measured_weights
 from backends.diffusion.drawing import Drawing
 from backends.diffusion.fairness import choose
-from backends.diffusion.forward import Prediction
+from backends.diffusion.forward import COMPUTE_ERRORS, Prediction
 from backends.diffusion.model import Model, find_model
 from backends.diffusion.options import read_options
-from backends.diffusion.packed import Packed
 from backends.diffusion.text import Prompt
 from backends.diffusion.wish import MAX_SEED, Wish, read_wish
 
 log = logging.getLogger("triton_omni.diffusion")
-
-COMPUTE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, ArithmeticError, AssertionError)
-"""What torch raises for a request it cannot compute (out of memory is a RuntimeError)."""
-
 
 @dataclass(slots=True)
 class Decode:
@@ -111,7 +106,7 @@ class DiffusionEngine:
     def close(self) -> None:
         self._drawings.clear()
         self._decodes.clear()
-        self._forget()
+        self.model.close()
 
     # --- parts of a step -----------------------------------------------------------------------------------------
     def _decode(self, events: list[Event]) -> None:
@@ -197,7 +192,7 @@ class DiffusionEngine:
             self._count(batch)
             return list(zip(batch, found, strict=True))
         except COMPUTE_ERRORS as error:
-            self._forget()
+            self.model.forward.forget()
             if len(batch) == 1:
                 log.exception("request %s: step failed", batch[0].run.request_id)
                 self._fail(batch[0], f"step {batch[0].step + 1} failed: {error}", events)
@@ -230,14 +225,10 @@ class DiffusionEngine:
         self._decodes = [d for d in self._decodes if d.drawing is not drawing]
         self.model.forget(drawing)
         if not self._drawings:
-            self._forget()
+            self.model.forward.forget()
 
     def _drop_previews(self, drawing: Drawing) -> None:
         self._decodes = [d for d in self._decodes if d.drawing is not drawing or d.partial is None]
-
-    def _forget(self) -> None:
-        if isinstance(self.model.forward, Packed):
-            self.model.forward.forget()
 
 
 def _due_previews(wish: Wish) -> list[int]:

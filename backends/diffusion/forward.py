@@ -2,7 +2,8 @@
 """Ways to put several drawings through the transformer: the readable ones.
 
 All return, per drawing, the predicted velocity with the prompt and (if it has guidance) with the negative prompt,
-each (n, image tokens, channels); of the tokens of pictures that an edit comes from nothing is returned.
+each (n, image tokens, channels); of the tokens of pictures that an edit comes from nothing is returned. What they take
+may also be parts of drawings (shares.py).
 """
 
 from __future__ import annotations
@@ -10,12 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from backends.diffusion.drawing import Drawing
+COMPUTE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, ArithmeticError, AssertionError)
+"""What torch raises for a request it cannot compute (out of memory is a RuntimeError)."""
+
+
+class Pictures(Protocol):
+    """What a forward has to know of a drawing, or of a part of one; see there."""
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def grids(self) -> tuple[tuple[int, int, int], ...]: ...
+    def branches(self) -> tuple[torch.Tensor, ...]: ...
+    def time(self) -> torch.Tensor: ...
+    def seen(self) -> torch.Tensor: ...
 
 
 class Prediction(NamedTuple):
@@ -28,66 +43,73 @@ class Prediction(NamedTuple):
 class Forward(Protocol):
     """One evaluation of the transformer for many drawings."""
 
-    def predict(self, drawings: Sequence[Drawing]) -> list[Prediction]: ...
+    def predict(self, drawings: Sequence[Pictures]) -> list[Prediction]: ...
+
+    def forget(self) -> None:
+        """Drop what is kept of the last drawings."""
+        ...
 
 
 class Row(NamedTuple):
     """One picture of one guidance branch of one drawing."""
 
-    drawing: Drawing
+    drawing: Pictures
     picture: int
     features: torch.Tensor
 
 
-def rows_of(drawings: Sequence[Drawing]) -> list[Row]:
+def rows_of(drawings: Sequence[Pictures]) -> list[Row]:
     """All rows, drawing by drawing, in each branch by branch."""
-    return [Row(d, i, f) for d in drawings for f in d.branches() for i in range(d.wish.n)]
+    return [Row(d, i, f) for d in drawings for f in d.branches() for i in range(d.n)]
 
 
-def regroup(drawings: Sequence[Drawing], rows: Sequence[torch.Tensor]) -> list[Prediction]:
+def regroup(drawings: Sequence[Pictures], rows: Sequence[torch.Tensor]) -> list[Prediction]:
     """The inverse of `rows_of` for what came out per row."""
     found: list[Prediction] = []
     at = 0
     for drawing in drawings:
         parts: list[torch.Tensor | None] = []
         for _ in drawing.branches():
-            parts.append(torch.stack([r[: drawing.wish.picture_tokens] for r in rows[at : at + drawing.wish.n]]))
-            at += drawing.wish.n
+            parts.append(torch.stack([r[: prod(drawing.grids[0])] for r in rows[at : at + drawing.n]]))
+            at += drawing.n
         positive, negative = (*parts, None)[:2]
         assert positive is not None
         found.append(Prediction(positive, negative))
     return found
 
 
-def _no_scope(drawing: Drawing, branch: int) -> AbstractContextManager[Any]:
+def _no_scope(drawing: Pictures, branch: int) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
 class OneByOne:
     """The stock pipeline's own arithmetic, bit for bit: one call per drawing and branch, each within a `scope`."""
 
-    def __init__(self, transformer: Any, scope: Callable[[Drawing, int], AbstractContextManager[Any]] = _no_scope):
+    def __init__(self, transformer: Any, scope: Callable[[Any, int], AbstractContextManager[Any]] = _no_scope):
         self._transformer = transformer
         self._scope = scope
 
-    def predict(self, drawings: Sequence[Drawing]) -> list[Prediction]:
+    def predict(self, drawings: Sequence[Pictures]) -> list[Prediction]:
         return [self._one(d) for d in drawings]
 
-    def _one(self, drawing: Drawing) -> Prediction:
-        latents = drawing.noisy()
-        timestep = drawing.time().expand(len(latents)).to(latents.dtype) / 1000
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+    def _one(self, drawing: Pictures) -> Prediction:
+        seen = drawing.seen()
+        timestep = drawing.time().expand(len(seen)).to(seen.dtype) / 1000
         results: list[torch.Tensor] = []
         for branch, features in enumerate(drawing.branches()):
             with self._scope(drawing, branch):
                 found = self._transformer(
-                    hidden_states=drawing.seen(),
+                    hidden_states=seen,
                     timestep=timestep,
-                    encoder_hidden_states=features.expand(len(latents), -1, -1),
+                    encoder_hidden_states=features.expand(len(seen), -1, -1),
                     encoder_hidden_states_mask=None,
-                    img_shapes=[list(drawing.grids)] * len(latents),
+                    img_shapes=[list(drawing.grids)] * len(seen),
                     return_dict=False,
                 )[0]
-            results.append(found[:, : latents.shape[1]])
+            results.append(found[:, : prod(drawing.grids[0])])
         return Prediction(results[0], results[1] if len(results) == 2 else None)
 
 
@@ -97,7 +119,10 @@ class Padded:
     def __init__(self, transformer: Any) -> None:
         self._transformer = transformer
 
-    def predict(self, drawings: Sequence[Drawing]) -> list[Prediction]:
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+    def predict(self, drawings: Sequence[Pictures]) -> list[Prediction]:
         found: dict[int, Prediction] = {}
         by_size = sorted(drawings, key=lambda d: d.grids)
         for _, group in groupby(by_size, key=lambda d: d.grids):
@@ -106,7 +131,7 @@ class Padded:
                 found[id(drawing)] = prediction
         return [found[id(d)] for d in drawings]
 
-    def _group(self, drawings: list[Drawing]) -> Sequence[torch.Tensor]:
+    def _group(self, drawings: list[Pictures]) -> Sequence[torch.Tensor]:
         rows = rows_of(drawings)
         lengths = [r.features.shape[1] for r in rows]
         longest = max(lengths)

@@ -143,6 +143,10 @@ class Model:
         if self.step_cached is not None:
             self.step_cached.drop(drawing)
 
+    def close(self) -> None:
+        """Drop what is kept."""
+        self.forward.forget()
+
     # --- one drawing ---------------------------------------------------------------------------------------------
     def prepare(self, drawing: Drawing) -> None:
         """Features, noise and schedule, as the stock pipeline makes them."""

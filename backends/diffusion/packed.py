@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from backends.diffusion.drawing import Drawing
-from backends.diffusion.forward import Prediction, Row, regroup, rows_of
+from backends.diffusion.forward import Pictures, Prediction, Row, regroup, rows_of
 from backends.diffusion.upstream import apply_rotary_emb_qwen
 
 MIN_ROWS_PER_THREAD = 8  # a thread that gets fewer than 4 rows of a product takes another kernel; measured, doubled
@@ -59,7 +59,7 @@ class Layout:
     prompt        projected text features (1, text tokens, dim)
     """
 
-    drawings: tuple[Drawing, ...]
+    drawings: tuple[Pictures, ...]
     rows: list[Row]
     image_lengths: list[int]
     text_lengths: list[int]
@@ -68,7 +68,7 @@ class Layout:
     tables: tuple[torch.Tensor, torch.Tensor]
     prompt: torch.Tensor
 
-    def is_for(self, drawings: Sequence[Drawing]) -> bool:
+    def is_for(self, drawings: Sequence[Pictures]) -> bool:
         """True if these are the very same drawings in the same order."""
         return len(drawings) == len(self.drawings) and all(a is b for a, b in zip(drawings, self.drawings, strict=True))
 
@@ -83,7 +83,7 @@ class Packed:
         self._sources_at_zero = bool(transformer.config.get("zero_cond_t"))
         self._layout: Layout | None = None
 
-    def predict(self, drawings: Sequence[Drawing]) -> list[Prediction]:
+    def predict(self, drawings: Sequence[Pictures]) -> list[Prediction]:
         if self._layout is None or not self._layout.is_for(drawings):
             self._layout = self._lay_out(drawings)
         rows = self._forward(self._layout)
@@ -94,10 +94,10 @@ class Packed:
         self._layout = None
 
     # --- layout --------------------------------------------------------------------------------------------------
-    def _lay_out(self, drawings: Sequence[Drawing]) -> Layout:
+    def _lay_out(self, drawings: Sequence[Pictures]) -> Layout:
         model = self._model
         rows = rows_of(drawings)
-        wishes = [r.drawing.wish for r in rows]
+        lengths = [[prod(grid) for grid in r.drawing.grids] for r in rows]  # of the picture, then of its sources
         text_lengths = [r.features.shape[1] for r in rows]
         device = rows[0].features.device
         tables = [
@@ -108,11 +108,11 @@ class Packed:
         return Layout(
             tuple(drawings),
             rows,
-            [w.picture_tokens + w.source_tokens for w in wishes],
+            [sum(each) for each in lengths],
             text_lengths,
             self._spread(
                 [place for i in range(len(rows)) for place in (i, i + len(rows) * self._sources_at_zero)],
-                [length for w in wishes for length in (w.picture_tokens, w.source_tokens)],
+                [tokens for picture, *sources in lengths for tokens in (picture, sum(sources))],
                 device,
             ),
             self._spread(range(len(rows)), text_lengths, device),
