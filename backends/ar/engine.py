@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 
+from backends.ar.grammars import cancel_compiling, is_compiling, when_compiled
 from backends.ar.load import load_llm
 from backends.ar.options import read_options
 from backends.ar.params import REFUSALS, Defaults, refusal_of, vllm_params
@@ -124,6 +125,7 @@ class ArEngine:
         self.max_model_len: int = self.llm.model_config.max_model_len
         self._defaults = Defaults.of(self.llm, self.options)
         self._feed = feed or text_feed
+        self._wake = context.wake
         self._prompts = prompts(self.llm.renderer.get_tokenizer())
         self.live: dict[str, Live] = {}
 
@@ -157,6 +159,7 @@ class ArEngine:
         live: Live | None = run.state
         if live is not None and self.live.pop(live.key, None) is not None:
             self.llm.abort_request([live.key])
+            cancel_compiling(live.scheduled)
 
     def step(self) -> Sequence[Event]:
         events: list[Event] = []
@@ -169,7 +172,8 @@ class ArEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.live)
+        """Runs whose grammar is being compiled do not count: the loop is woken when that is done."""
+        return any(not is_compiling(live.scheduled) for live in self.live.values())
 
     def close(self) -> None:
         self.llm.engine_core.shutdown()
@@ -205,6 +209,7 @@ class ArEngine:
             raise refusal_of(error, live.sampling, live.grammar_field or "messages") from None
         live.scheduled = scheduled(self.llm, live.key)
         self.live[live.key] = live
+        when_compiled(live.scheduled, self._wake)
 
     def _params(self, live: Live, room: int) -> SamplingParams:
         grammar = forced_calls(live.run.request.tools, live.run.request.tool_choice)

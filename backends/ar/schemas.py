@@ -16,6 +16,7 @@ from backends.core.errors import BadRequest
 
 MAX_CHARS = 65_536
 MAX_PROPERTIES = 500  # of one object; time grows with their third power
+MAX_COUNTED = 40  # of all objects that bound how many may be there: 100 take 6 s, 200 over a minute
 MAX_COUNT = 100_000
 MAX_REPEATS = 1000  # of a pattern; those of a group multiply with what is in it
 COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
@@ -30,16 +31,21 @@ def check_schema(schema: Mapping[str, Any], where: str) -> None:
         raise BadRequest("the schema is nested too deeply", where) from None
     if size > MAX_CHARS:
         raise BadRequest(f"a schema may have {MAX_CHARS} characters, not {size}", where)
+    counted = 0
     for node in _objects(schema):
         properties, named = node.get("properties"), node.get("patternProperties")
         patterns = [node.get("pattern"), *(named if isinstance(named, Mapping) else ())]
         if isinstance(properties, Mapping) and len(properties) > MAX_PROPERTIES:
             raise BadRequest(f"an object may have {MAX_PROPERTIES} properties, not {len(properties)}", where)
+        if isinstance(properties, Mapping) and ("minProperties" in node or "maxProperties" in node):
+            counted += len(properties)
         for key in COUNTS:
             if isinstance(node.get(key), int | float) and node[key] > MAX_COUNT:
                 raise BadRequest(f"{key} may be {MAX_COUNT}, not {node[key]}", where)
         if any(isinstance(pattern, str) and _repeats(pattern) > MAX_REPEATS for pattern in patterns):
             raise BadRequest(f"a pattern may repeat its parts {MAX_REPEATS} times", where)
+    if counted > MAX_COUNTED:
+        raise BadRequest(f"objects with minProperties or maxProperties may have {MAX_COUNTED} properties", where)
 
 
 def _objects(value: Any) -> Iterator[Mapping[str, Any]]:

@@ -122,7 +122,8 @@ class Engine(Protocol):
 
     @property
     def busy(self) -> bool:
-        """True if `step` would do work now; False lets the loop sleep until a message arrives."""
+        """True if `step` would do work now; False lets the loop sleep until a message arrives or the engine, whose
+        own threads have done something, calls its context's `wake`."""
         ...
 
     def close(self) -> None:

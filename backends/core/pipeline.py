@@ -36,6 +36,8 @@ class EngineContext:
     device: str = "cpu"
     models_dir: str = ""
     """Folder that relative model names are resolved in."""
+    wake: Callable[[], None] = lambda: None
+    """Makes a sleeping loop ask the engine again whether it is busy; from any thread."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ def main() -> int:
     stub = hub.adopt(sock)
     try:
         pipeline = load(args.pipeline)
-        context = EngineContext(args.pipeline, args.stage, json.loads(args.options), args.device, args.models_dir)
+        options = json.loads(args.options)
+        context = EngineContext(args.pipeline, args.stage, options, args.device, args.models_dir, hub.wake)
         engine = pipeline.stage(args.stage).engine(context)
     except Exception as error:  # whatever stops an engine from loading becomes the model's load error, in words
         log.exception("the engine did not load")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 from backends.core.engine import Failed, Finished, Output, Run
 from backends.core.generate import GenerateRequest, Message, Sampling
@@ -22,11 +23,12 @@ PROMPTS = [
 ]
 LENGTHS = [24, 17, 40, 12, 32, 20, 28, 9]
 STEP_LIMIT = 3000
+GRAMMAR_S = 60.0
 
 
-def make_engine(folder, device="cpu", **options):
+def make_engine(folder, device="cpu", wake=lambda: None, **options):
     given = {"model": str(folder), "dtype": "float32", "kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 8} | options
-    return thinker_engine(EngineContext("chat", "thinker", given, device))
+    return thinker_engine(EngineContext("chat", "thinker", given, device, wake=wake))
 
 
 def chat(text, upstream=(), feeds=False, messages=None, priority=0, **sampling):
@@ -39,13 +41,26 @@ def chat(text, upstream=(), feeds=False, messages=None, priority=0, **sampling):
 
 
 def drain(engine, into=None):
-    """Step until nothing is left; {run: events}."""
+    """Step until nothing is left, grammars that are still compiled among it; {run: events}."""
     events = {} if into is None else into
     for _ in range(STEP_LIMIT):
         if not engine.busy:
-            return events
+            if not engine.live:
+                return events
+            await_grammars(engine)
         step(engine, events)
     raise AssertionError("the engine never became idle")
+
+
+def await_grammars(engine):
+    """Return when every live run's grammar is compiled."""
+    from backends.ar.grammars import is_compiling, when_compiled  # vLLM: only in a process that has its variables
+
+    for live in engine.live.values():
+        if is_compiling(live.scheduled):
+            compiled = threading.Event()
+            when_compiled(live.scheduled, compiled.set)
+            assert compiled.wait(GRAMMAR_S), "the grammar was never compiled"
 
 
 def step(engine, events):

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import random
+import threading
 
 import pytest
 
@@ -42,8 +43,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(folder):
-    engine = make_engine(folder)
+def woken():
+    return threading.Event()
+
+
+@pytest.fixture(scope="module")
+def engine(folder, woken):
+    engine = make_engine(folder, wake=woken.set)
     yield engine
     engine.close()
     gc.collect()
@@ -208,14 +214,56 @@ def test_repetition_penalty_is_used(engine):
     assert len(penalised) > len(plain)
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"yes": {"type": "boolean"}},
+    "required": ["yes"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def compilers(engine):
+    """All of vLLM's threads that compile grammars are held: none is compiled until the event is set."""
+    pool, gate = engine.llm.engine_core.engine_core.structured_output_manager.executor, threading.Event()
+    held = [pool.submit(gate.wait, 60.0) for _ in range(pool._max_workers)]
+    yield gate
+    gate.set()
+    assert all(future.result() for future in held), "the test itself took too long"
+
+
+def test_while_a_grammar_is_compiled_no_step_is_spent_on_it(engine, reference, compilers, woken):
+    free = free_blocks(engine)
+    woken.clear()
+    run, other = chat("answer", max_tokens=60, json_schema={"enum": ["yes", "no"]}), chat(PROMPTS[0], max_tokens=24)
+    engine.open(run)
+    assert not engine.busy
+    engine.open(other)
+    events, steps = {}, 0
+    while engine.busy:
+        step(engine, events)
+        steps += 1
+    assert tokens(events[other]) == reference[0][1]
+    assert steps == len(tokens(events[other])), "every step made a token of the other run"
+    assert run not in events and not woken.is_set()
+    compilers.set()
+    assert woken.wait(60) and engine.busy
+    assert text(drain(engine, events)[run]) in ('"yes"', '"no"')
+    assert free_blocks(engine) == free
+
+
+def test_a_run_that_is_stopped_has_no_grammar_compiled(engine, compilers, woken):
+    woken.clear()
+    run = chat("answer", max_tokens=60, json_schema={"enum": ["never", "compiled"]})
+    engine.open(run)
+    grammar = run.state.scheduled.structured_output_request._grammar
+    engine.stop(run)
+    assert grammar.cancelled() and woken.is_set() and not engine.busy
+    assert answer(engine, chat("x", max_tokens=2))
+
+
 def test_a_schema_is_obeyed(engine):
-    schema = {
-        "type": "object",
-        "properties": {"yes": {"type": "boolean"}},
-        "required": ["yes"],
-        "additionalProperties": False,
-    }
-    found = text(answer(engine, chat("answer", max_tokens=60, temperature=1.0, seed=2, json_schema=schema)))
+    found = text(answer(engine, chat("answer", max_tokens=60, temperature=1.0, seed=2, json_schema=SCHEMA)))
     assert set(found) <= set('{}"yes:truefalse \n\r\t')  # a random model may fill its tokens with blanks
     if found.rstrip().endswith("}"):
         assert isinstance(json.loads(found)["yes"], bool)

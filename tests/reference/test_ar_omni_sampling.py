@@ -14,6 +14,7 @@ from backends.core.engine import Output, Run
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest, Message, Sampling
 from backends.pipelines.qwen3_omni.pipeline import PIPELINE
+from tests.kit.ar_runs import await_grammars
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.chain import Chain
 from tests.kit.omni_chats import CHATS, FRAMES, check, engines, request
@@ -56,6 +57,7 @@ def spoken(reference, place, tokens=None, **how):
 
 def answer(chain, given):
     job = chain.open(given)
+    await_grammars(chain.engines["thinker"])
     chain.run()
     return job
 

@@ -25,6 +25,8 @@ def properties(count: int) -> dict[str, Any]:
     ("schema", "says"),
     [
         (properties(501), "500 properties, not 501"),
+        (properties(41) | {"minProperties": 2}, "40 properties"),
+        ({"items": [properties(20) | {"maxProperties": 9}] * 3}, "40 properties"),
         ({"enum": ["x" * 100 for _ in range(1000)]}, "65536 characters"),
         ({"type": "array", "minItems": 1_000_000}, "minItems may be 100000"),
         ({"type": "string", "pattern": "((a{1,500}){1,500}){1,500}"}, "repeat"),
@@ -59,6 +61,7 @@ def test_a_schema_without_a_floor() -> None:
     "schema",
     [
         properties(500),
+        properties(40) | {"minProperties": 1},
         {"type": "string", "pattern": r"^(\d{4})-(\d{2})-(\d{2})T(\d{2}:){2}\d{2}$", "maxLength": 100_000},
         {"type": "string", "pattern": r"[a-z]{1,64}@[a-z]{1,255}", "minLength": "no number"},
         {"type": "object", "properties": {"pattern": {"type": "string"}, "properties": {"maxLength": 5}}},

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grammars that vLLM compiles beside the steps. `request` is the scheduler's record of a run (upstream.scheduled)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+
+def is_compiling(request: Any) -> bool:
+    """True while no step can start the run, because its grammar is not there yet."""
+    waits = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    return waits and not request.structured_output_request.is_grammar_ready
+
+
+def when_compiled(request: Any, call: Callable[[], None]) -> None:
+    """Call from another thread once the run's grammar is there or has failed; never for a run without one."""
+    compiled = _compiled(request)
+    if compiled is not None:
+        compiled.add_done_callback(lambda _: call())
+
+
+def cancel_compiling(request: Any) -> None:
+    """Take the grammar of a run that is over out of the queue, unless it is being compiled: that cannot be stopped."""
+    compiled = _compiled(request)
+    if compiled is not None:
+        compiled.cancel()
+
+
+def _compiled(request: Any) -> Future[Any] | None:
+    structured = request.structured_output_request
+    found = None if structured is None else structured._grammar
+    return found if isinstance(found, Future) else None
