@@ -21,7 +21,7 @@ from pathlib import Path
 from backends.pipelines import load
 from backends.supervisor.home import find_home
 from perf import inprocess
-from perf.harness import INPUTS, Analysis, Server, analyze, bare_server, repository, request_only
+from perf.harness import Analysis, Server, analyze, bare_server, repository, request_json, request_only
 from perf.measures import Heard, Piece, Summary, heard, percentile, summarize
 
 INPROCESS_TIMEOUT_S = 1800.0
@@ -51,7 +51,7 @@ def row(name: str, concurrency: int, found: Summary, cpu_s: dict[str, float] | N
 
 def served(server: Server, pipeline: str, concurrency: int, count: int) -> tuple[Summary, dict[str, float]]:
     """One load through the server."""
-    body = (INPUTS / f"{pipeline}.json").read_text()
+    body = request_json(pipeline)
     flags = ["--concurrency-range", str(concurrency), "--request-count", str(count)]
     analysis = checked(analyze(server.grpc, pipeline, {"request": body}, flags, server.pids()))
     return summarize([heard(request) for request in analysis.requests]), analysis.cpu_s
@@ -99,7 +99,7 @@ def measure(pipeline: str, concurrencies: Sequence[int], rounds: int) -> list[st
 def shared_memory(concurrency: int) -> list[str]:
     """Toy's front door with and without shared memory, and one stage called directly; perf_analyzer's own figures."""
     lines = ["## toy: shared memory, and one stage alone", "", HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
-    body = (INPUTS / "toy.json").read_text()
+    body = request_json("toy")
     load_flags = ["--concurrency-range", str(concurrency), "--request-count", str(4 * concurrency)]
     with (
         tempfile.TemporaryDirectory(prefix="omni-perf-") as folder,

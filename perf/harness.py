@@ -85,6 +85,12 @@ def repository(pipeline: str) -> Path:
     return REPO / "model_repository" / pipeline
 
 
+def request_json(pipeline: str) -> str:
+    """The measured request of a pipeline, as JSON: the only one of its perf_analyzer input file."""
+    [inputs] = json.loads((INPUTS / f"{pipeline}.json").read_text())["data"]
+    return inputs["request"][0]
+
+
 def request_only(pipeline: str, folder: Path) -> Path:
     """A copy of a pipeline's repository whose public model takes the input `request` alone, and must have it.
 

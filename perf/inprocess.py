@@ -27,7 +27,7 @@ from backends.core.generate import GenerateRequest, decode_request
 from backends.core.pipeline import EngineContext, Pipeline
 from backends.pipelines import load
 from backends.supervisor.home import REPO
-from perf.harness import INPUTS
+from perf.harness import request_json
 from perf.measures import Piece
 
 WINDOW_CHUNKS = 8  # as many chunks wait on an edge here as a link lets wait (connectors.base)
@@ -154,7 +154,7 @@ def environment(pipeline: Pipeline) -> dict[str, str]:
 
 
 def request_of(pipeline: str) -> GenerateRequest:
-    return decode_request((INPUTS / f"{pipeline}.json").read_bytes())
+    return decode_request(request_json(pipeline).encode())
 
 
 def as_heard(job: Job) -> dict[str, Any]:
