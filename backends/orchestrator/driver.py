@@ -256,8 +256,10 @@ class Orchestrator:
     def _abort(self, arrival: Arrival) -> Event:
         """End every request that carries the target id; answers how many there were. Idempotent."""
         target = arrival.request.target
+        if not target:
+            raise BadRequest("an abort needs the id of the request to end", "target")
         working = [live for live in self.lives.values() if live.machine.outcome is None]
-        found = [live for live in working if target and live.arrival.request_id == target]
+        found = [live for live in working if live.arrival.request_id == target]
         for live in found:
             self._apply(live, life.Cancelled(ABORT))
         return Event("end", arrival.request_id, outcome="completed", finish_reason="stop", meta={"aborted": len(found)})

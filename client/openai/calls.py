@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from backends.wire import GenerateRequest, OmniError
 from client.fetch import IsAllowed
 from client.openai.backend import Backend
 from client.openai.budget import Share
-from client.openai.errors import ParamOf, of_omni
+from client.openai.errors import ApiError, of_omni
 from client.openai.models import Catalogue
 from client.openai.pools import Pools
 from client.openai.transcripts import Transcripts
@@ -26,6 +26,7 @@ from client.pieces import Piece
 KEEP_ALIVE_S = 10.0
 """How long a stream may say nothing; and how long its head waits for an error that deserves its own status."""
 SEEDS = 2**64
+ErrorOf = Callable[[OmniError], ApiError]
 
 
 class BrokenOff(Exception):
@@ -50,10 +51,10 @@ class Pieces:
     runs that have not ended.
     """
 
-    def __init__(self, sources: Sequence[AsyncGenerator[Piece, None]], param_of: ParamOf) -> None:
+    def __init__(self, sources: Sequence[AsyncGenerator[Piece, None]], error_of: ErrorOf) -> None:
         self._sources = dict(enumerate(sources))
         self._open = set(self._sources)
-        self._param_of = param_of
+        self._error_of = error_of
         self._coming: dict[int, asyncio.Task[Piece | None]] = {}
 
     async def __aenter__(self) -> Pieces:
@@ -104,7 +105,7 @@ class Pieces:
         try:
             return coming.result()
         except OmniError as error:
-            raise of_omni(error, self._param_of) from error
+            raise self._error_of(error) from error
 
     async def _fetch(self, number: int) -> Piece | None:
         piece = await anext(self._sources[number], None)
@@ -118,6 +119,7 @@ class Call:
     """A checked request, ready for the server.
 
     params  maps our fields to the OpenAI request's parameters
+    errors  for fields of ours that the client does not know: what to say instead
     runs    how many times to run it; a given seed grows by one with each run
     """
 
@@ -126,11 +128,19 @@ class Call:
     params: Mapping[str, str]
     media: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     runs: int = 1
+    errors: Mapping[str, ApiError] = field(default_factory=dict[str, ApiError])
 
-    def param_of(self, where: str) -> str | None:
+    def error_of(self, error: OmniError) -> ApiError:
+        """A server's error as an answer that names the OpenAI parameter."""
+        is_field = error.code == wire.BadRequest.code
+        return self.errors[error.where] if is_field and error.where in self.errors else of_omni(error, self._param_of)
+
+    def _param_of(self, where: str) -> str | None:
         """The OpenAI parameter that a field of our request came from."""
         if where == "operation":  # this pipeline does not do what the URL asks for
             return "model"
+        if where == wire.REQUEST:  # all of it is too large
+            where = _largest(self.request)
         return self.params.get(where, where.removeprefix("sampling.") or None)
 
     def request_of(self, run: int) -> GenerateRequest:
@@ -140,6 +150,15 @@ class Call:
             return self.request
         seed = (sampling.seed + run + SEEDS // 2) % SEEDS - SEEDS // 2
         return msgspec.structs.replace(self.request, sampling=msgspec.structs.replace(sampling, seed=seed))
+
+
+def _largest(request: GenerateRequest) -> str:
+    """The field that has most bytes."""
+    size = lambda owner, name: len(msgspec.json.encode(getattr(owner, name)))  # noqa: E731
+    name = max(request.__struct_fields__, key=lambda name: size(request, name))
+    if name != "sampling":
+        return name
+    return f"sampling.{max(request.sampling.__struct_fields__, key=lambda name: size(request.sampling, name))}"
 
 
 def shared_of(request: Request) -> Shared:
@@ -163,4 +182,4 @@ async def open_pieces(request: Request, call: Call) -> Pieces:
         for run in range(call.runs)
     ]  # fmt: skip
     stack: AsyncExitStack = request.state.stack
-    return await stack.enter_async_context(Pieces(sources, call.param_of))
+    return await stack.enter_async_context(Pieces(sources, call.error_of))

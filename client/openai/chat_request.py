@@ -56,7 +56,9 @@ async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
     tools, tool_choice = read_tools(fields)
     one_call = fields.has("parallel_tool_calls") and not fields.flag("parallel_tool_calls")
     options = extras.request(fields)
-    options["stages"] = images.with_options(options["stages"], images.drawing_options(fields))
+    drawing = images.drawing_options(fields)
+    errors = images.not_drawn(model, drawing, options["stages"])
+    options["stages"] = images.with_options(options["stages"], drawing)
     reader.with_film_sounds = _film_sounds(fields)
     fields.nothing_else(IGNORED)
     messages = await reader.read(raw_messages)
@@ -71,7 +73,7 @@ async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
         **options,
     )
     params = PARAMS | {"sampling.max_tokens": limit_param}
-    call = Call(model, request, params, reader.media.tensors, runs)
+    call = Call(model, request, params, reader.media.tensors, runs, errors)
     return ChatCall(call, is_stream, with_usage, audio_format, top_logprobs, one_call)
 
 

@@ -25,7 +25,7 @@ PICTURES = ("image", "image[]")
 
 async def edit(request: Request) -> Response:
     """Edit."""
-    async with opened_form(request, MAX_PICTURES + 1) as form:
+    async with opened_form(request) as form:
         sources = await _sources(form, Media(request.state.share.take), shared_of(request).pools.media)
         fields = fields_of(form, (*PICTURES, "mask"))
     fields.choice("input_fidelity", ("high", "low"))
@@ -35,9 +35,12 @@ async def edit(request: Request) -> Response:
 
 async def _sources(form: FormData, found: Media, pool: ThreadPoolExecutor) -> Sources:
     """Pictures, then the mask of the first one."""
-    parts = [await _part(pool, value, "image", found.image) for key in PICTURES for value in form.getlist(key)]
-    if not parts:
+    pictures = [value for key in PICTURES for value in form.getlist(key)]
+    if not pictures:
         raise missing("image")
+    if len(pictures) > MAX_PICTURES:
+        raise invalid("image", f"There may be {MAX_PICTURES} pictures, not {len(pictures)}.")
+    parts = [await _part(pool, value, "image", found.image) for value in pictures]
     if len(form.getlist("mask")) > 1:
         raise invalid("mask", "There is one mask at most.")
     if "mask" in form:

@@ -9,23 +9,41 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from client.openai.errors import ApiError, invalid
 from client.openai.fields import Fields, from_text
 
 MAX_FIELDS = 100
+MAX_FILES = 32
 _INNER = re.compile(r"\[([^\[\]]+)\]")
 _NESTED = re.compile(rf"[^\[\]]+(?:{_INNER.pattern})+")
 
 
 @asynccontextmanager
-async def opened_form(request: Request, max_files: int) -> AsyncIterator[FormData]:
+async def opened_form(request: Request) -> AsyncIterator[FormData]:
     """The body as a form. Raises ApiError for another kind of body."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise ApiError(400, "The body must be multipart/form-data.", code="invalid_form")
-    async with request.form(max_files=max_files, max_fields=MAX_FIELDS) as form:
+    parser = _Parser(request.headers, request.stream(), max_files=MAX_FILES, max_fields=MAX_FIELDS)
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise ApiError(400, f"The form cannot be read: {error.message}", code="invalid_form") from None
+    try:
+        if not parser.has_ended:
+            raise ApiError(400, "The form breaks off: its closing boundary is missing.", code="invalid_form")
         yield form
+    finally:
+        await form.close()
+
+
+class _Parser(MultiPartParser):
+    has_ended = False
+
+    def on_end(self) -> None:
+        self.has_ended = True
 
 
 async def file_in(value: UploadFile | str, param: str) -> bytes:

@@ -160,6 +160,14 @@ def with_options(stages: Mapping[str, Mapping[str, Any]], options: Mapping[str, 
     return {**stages, STAGE: own} if own else dict(stages)
 
 
+def not_drawn(model: str, options: Mapping[str, Any], stages: Mapping[str, Any]) -> dict[str, ApiError]:
+    """What to say of these options where the pipeline has no stage that draws, and the client named none."""
+    if not options or STAGE in stages:
+        return {}
+    param = OPTIONS[next(iter(options))]
+    return {f"stages.{STAGE}": invalid(param, f"'{param}' is for models that draw; '{model}' does not.")}
+
+
 def _format(fields: Fields) -> str:
     for key in ("complexity", "frame_count", "frame_duration_ms"):
         if fields.take(key) is not None:

@@ -81,10 +81,12 @@ async def transcribe(request: Request) -> Response:
     """Write down what is said."""
     pools = shared_of(request).pools
     media = Media(request.state.share.take)
-    async with opened_form(request, max_files=1) as form:
+    async with opened_form(request) as form:
         wish = read_wish(fields_of(form, ("file",)))
         if "file" not in form:
             raise missing("file")
+        if len(form.getlist("file")) > 1:
+            raise invalid("file", "There is one file at most.")
         data = await file_in(form["file"], "file")
     with blaming("file", "invalid_audio"):
         part = await in_thread(pools.media, media.audio, data)

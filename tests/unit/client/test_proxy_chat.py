@@ -254,6 +254,9 @@ def test_every_sampling_option_reaches_the_server(sdk: openai.OpenAI, backend: F
         ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice", "unsupported_value"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS},
          "tool_choice.function.name", "invalid_value"),
+        ({"tool_choice": {"type": "function", "function": {"name": "auto"}},
+          "tools": [{"type": "function", "function": {"name": "auto"}}]},
+         "tool_choice.function.name", "unsupported_value"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}]},
          "messages[0].tool_calls[0].function.arguments", "missing_required_parameter"),
         ({"extra_body": {"temprature": 1}}, "temprature", "unknown_parameter"),
@@ -342,11 +345,43 @@ def test_server_fields_become_openai_parameters(sdk: openai.OpenAI, backend: Fak
     for where, param in [
         ("sampling.max_tokens", "max_completion_tokens"), ("voice", "audio.voice"), ("sampling.top_p", "top_p"),
         ("sampling.json_schema", "response_format"), ("messages", "messages"), ("modalities", "modalities"),
+        ("request", "messages"),
     ]:  # fmt: skip
         backend.refusal = f"[bad_request:{where}] no"
         with pytest.raises(openai.BadRequestError) as caught:
             complete(sdk, max_completion_tokens=3)
         assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 2000}}]}, "tools"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "x" * 2000}}}},
+         "response_format"),
+        ({"extra_body": {"stages": {"words": {"a": "x" * 2000}}}}, "stages"),
+    ],
+)  # fmt: skip
+def test_of_a_request_that_is_too_large_the_largest_field_is_named(
+    sdk: openai.OpenAI, backend: FakeBackend, more: dict[str, Any], param: str
+) -> None:
+    backend.refusal = "[bad_request:request] the request may have 1000 bytes"
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(sdk, **more)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("param", ["size", "negative_prompt", "num_inference_steps"])
+def test_options_of_pictures_for_a_model_that_draws_none(sdk: openai.OpenAI, backend: FakeBackend, param: str) -> None:
+    backend.refusal = "[bad_request:stages.denoiser] unknown stage 'denoiser'; stages: words"
+    given = {"size": "16x16", "negative_prompt": "no", "num_inference_steps": 3}[param]
+    with pytest.raises(openai.BadRequestError, match=f"'{param}' is for models that draw; 'fake' does not") as caught:
+        complete(sdk, extra_body={param: given})
+    assert caught.value.param == param
+    with pytest.raises(openai.BadRequestError, match="unknown stage") as own:
+        complete(sdk, extra_body={param: given, "stages": {"denoiser": {}}})
+    assert own.value.param == "stages.denoiser"
 
 
 def test_an_unknown_model(sdk: openai.OpenAI) -> None:

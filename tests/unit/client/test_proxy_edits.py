@@ -34,6 +34,9 @@ def half_mask(width: int = 6, height: int = 4) -> bytes:
     return target.getvalue()
 
 
+CUT_OFF = b'--x\r\ncontent-disposition: form-data; name="model"\r\n\r\npainter\r\n--x\r\n'
+
+
 def edit(sdk: openai.OpenAI, **more: Any) -> Any:
     return sdk.images.edit(**{"model": "painter", "prompt": "a fox", "image": file(), **more})
 
@@ -85,7 +88,7 @@ def test_previews_then_the_picture(sdk: openai.OpenAI) -> None:
         ({"image": b"no picture"}, "image", "invalid_image"),
         ({"image": file(size=(8192, MAX_PIXELS // 8192 + 1))}, "image", "invalid_image"),
         ({"image": file()[:-30]}, "image", "invalid_image"),
-        ({"image": [file()] * 17, "mask": file()}, None, "invalid_value"),
+        ({"image": [file()] * 17, "mask": file()}, "image", "invalid_value"),
         ({"mask": half_mask(4, 4)}, "mask", "invalid_value"),
         ({"mask": file()}, "mask", "invalid_image"),
         ({"mask": file(kind="jpeg")}, "mask", "invalid_image"),
@@ -124,7 +127,9 @@ def test_bad_input_names_the_parameter_and_never_reaches_the_server(
         ({"files": {"mask": b"x"}, "data": {"model": "painter", "image": "x"}}, "image", "invalid_type"),
         ({"files": {"image": file()}, "data": {"model": "painter", "prompt": ["x", "y"]}}, "prompt", "invalid_value"),
         ({"files": {"image": file()}, "data": {"n": "1", "n[a]": "2"}}, "n", "invalid_type"),
-        ({"content": b"--x", "headers": {"content-type": "multipart/form-data"}}, None, "invalid_value"),
+        ({"content": b"--x", "headers": {"content-type": "multipart/form-data"}}, None, "invalid_form"),
+        ({"content": CUT_OFF, "headers": {"content-type": "multipart/form-data; boundary=x"}}, None, "invalid_form"),
+        ({"files": [(f"f{i}", b"x") for i in range(33)]}, None, "invalid_form"),
     ],
 )
 def test_a_form_that_is_none(proxy: RunningProxy, given: dict[str, Any], param: str | None, code: str) -> None:

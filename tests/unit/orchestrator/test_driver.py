@@ -426,7 +426,7 @@ def test_abort_by_id_ends_all_of_that_id_once(play):
         assert (end.outcome, end.finish_reason, end.output, end.stage) == ("cancelled", "abort", "text", "tokens")
     assert abort(s, "same").meta == {"aborted": 0}, "again: nothing to end"
     assert abort(s, "nobody").meta == {"aborted": 0}
-    assert abort(s, "").meta == {"aborted": 0}
+    assert s.ask(GenerateRequest("abort"), "abort-id").failed.where == "target"
     assert not other.over
     for client in clients:
         s.finish("tokens", client.run, "stopped")
