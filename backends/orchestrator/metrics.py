@@ -91,7 +91,7 @@ class Player:
 
 
 class Metrics:
-    """What happened to the requests of one pipeline. docs/operations.md defines each number."""
+    """What happened to the requests of one pipeline. docs/metrics-and-traces.md defines each number."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.requests = Family("omni_requests_total", "counter", "Requests that have ended", ("outcome",))

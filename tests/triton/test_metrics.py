@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics page adds up over requests as their clients saw them, and docs/operations.md lists what is on it."""
+"""The metrics page adds up over requests as their clients saw them, and docs/metrics-and-traces.md lists what is on it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_table_in_the_docs_is_the_page(toy: RunningServer, toy_proxy_url: st
         else:
             assert kind is not None, name
             shown[name] = (kind[1], frozenset(found))
-    text = (REPO / "docs" / "operations.md").read_text()
+    text = (REPO / "docs" / "metrics-and-traces.md").read_text()
     rows = re.findall(r"^\| `(omni_\w+)` \| (\w+) \|([\w, ]*)\| .+ \|$", text, re.MULTILINE)
     told = {name: (kind, frozenset(labels.replace(" ", "").split(",")) - {""}) for name, kind, labels in rows}
     assert told == shown
