@@ -13,7 +13,7 @@ import numpy as np
 from backends.wire import Event
 from client.openai import audio
 from client.openai.chat_request import ChatCall
-from client.openai.images import as_base64
+from client.openai.image_request import as_base64
 from client.openai.tools import calls_of
 from client.openai.transcripts import Transcripts
 from client.pieces import Piece
@@ -118,7 +118,7 @@ class Choice:
                 yield self._choice({"tool_calls": calls})
         if piece.audio is not None:
             yield from self._speech(piece.audio, piece.event)
-        if piece.image is not None:
+        if piece.image is not None and not piece.event.meta.get("partial"):
             yield self._choice({"images": [picture_of(piece.image, self._pictures)]})
             self._pictures += 1
         if piece.event.type == "end":
@@ -225,7 +225,7 @@ class Whole:
         if piece.audio is not None:
             run.speech.append(piece.audio)
             run.rate_hz = int(piece.event.meta["sample_rate"])
-        if piece.image is not None:
+        if piece.image is not None and not piece.event.meta.get("partial"):
             run.pictures.append(piece.image)
 
     def completion(self, head: Head, transcripts: Transcripts) -> Json:

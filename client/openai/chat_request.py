@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.wire import GenerateRequest, Sampling
-from client.openai import extras, images
+from client.openai import extras, image_request
 from client.openai.audio import MEDIA_TYPES
 from client.openai.calls import Call
 from client.openai.errors import invalid, missing, unsupported
@@ -20,7 +20,7 @@ MAX_TOKENS = 1 << 24
 MAX_CHOICES = 16
 MODALITIES = ("text", "audio", "image")
 AUDIO_FORMATS = tuple(k for k in MEDIA_TYPES if k != "pcm")
-PARAMS = images.PARAMS | {
+PARAMS = image_request.PARAMS | {
     "voice": "audio.voice", "sampling.json_schema": "response_format", "sampling.logprobs": "top_logprobs",
 }  # fmt: skip
 
@@ -56,9 +56,9 @@ async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
     tools, tool_choice = read_tools(fields)
     one_call = fields.has("parallel_tool_calls") and not fields.flag("parallel_tool_calls")
     options = extras.request(fields)
-    drawing = images.drawing_options(fields)
-    errors = images.not_drawn(model, drawing, options["stages"])
-    options["stages"] = images.with_options(options["stages"], drawing)
+    drawing = image_request.drawing_options(fields)
+    errors = image_request.not_drawn(model, drawing, options["stages"])
+    options["stages"] = image_request.with_options(options["stages"], drawing)
     reader.with_film_sounds = _film_sounds(fields)
     fields.nothing_else(IGNORED)
     messages = await reader.read(raw_messages)

@@ -15,7 +15,8 @@ from client.media import Media
 from client.openai.calls import shared_of
 from client.openai.errors import invalid, missing
 from client.openai.forms import fields_of, file_in, opened_form
-from client.openai.images import Sources, answer, read_draw
+from client.openai.image_request import Sources, read_draw
+from client.openai.images import answer
 from client.openai.messages import blaming
 from client.openai.pools import in_thread
 

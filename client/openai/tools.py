@@ -55,9 +55,7 @@ def _named(choice: Any, names: Sequence[str]) -> str:
     if name is None:
         raise missing("tool_choice.function.name")
     if name in ("auto", "required"):
-        raise unsupported(
-            "tool_choice.function.name", f"A function named '{name}' can be offered, not forced."
-        )
+        raise unsupported("tool_choice.function.name", f"A function named '{name}' can be offered, not forced.")
     if name not in names:
         raise invalid("tool_choice.function.name", f"There is no function '{name}' in 'tools'.")
     return name

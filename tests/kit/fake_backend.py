@@ -153,7 +153,9 @@ class FakeBackend:
         options = request.stages.get("denoiser", {})
         usage = {"prompt_tokens": 4.0, "completion_tokens": 8.0, **self.usage}
         shape = (options.get("height", 8), options.get("width", 16), 3)
-        for i in range(options.get("partial_images", 0)):
+        every = options.get("preview_every", 0)
+        previews = len(range(every, options.get("steps", 4), every)) if every else options.get("partial_images", 0)
+        for i in range(previews):
             meta = {"index": 0, "partial": True, "partial_image_index": i}
             yield Piece(Event("image", output="image", meta=meta), image=np.full(shape, i, np.uint8))
         for i in range(options.get("n", 1)):

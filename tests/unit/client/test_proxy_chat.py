@@ -19,7 +19,7 @@ from PIL import Image
 
 from client.openai import audio as coding
 from client.openai.calls import Pieces
-from client.openai.images import as_base64
+from client.openai.image_request import as_base64
 from tests.kit.fake_backend import RATE_HZ, SAMPLES, FakeBackend, sine
 from tests.kit.proxy import RunningProxy
 
@@ -577,6 +577,13 @@ def test_pictures_at_once_and_streamed(sdk: openai.OpenAI, backend: FakeBackend)
         message = stream.get_final_completion().choices[0].message
     assert [p["type"] for p in message.images] == ["image_url"]  # type: ignore[attr-defined]
     complete(sdk, messages=[*USER, answer.choices[0].message.model_dump(), *USER])  # what came may be sent back
+
+
+def test_a_chat_has_no_previews(sdk: openai.OpenAI) -> None:
+    asked: Any = {"modalities": ["image"], "extra_body": {"stages": {"denoiser": {"partial_images": 2}}}}
+    assert len(complete(sdk, **asked).choices[0].message.images) == 1
+    chunks = complete(sdk, stream=True, **asked)
+    assert sum(len((c.choices[0].delta.model_extra or {}).get("images", [])) for c in chunks) == 1
 
 
 def picture_of(url: str) -> io.BytesIO:

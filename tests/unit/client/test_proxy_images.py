@@ -34,7 +34,10 @@ def test_pictures_in_order_and_as_png(sdk: openai.OpenAI, backend: FakeBackend) 
     assert [np.asarray(p).shape for p in pictures] == [(16, 32, 3)] * 2
     assert [int(np.asarray(p)[0, 0, 0]) for p in pictures] == [200, 201]
     assert (answer.size, answer.output_format, answer.background, answer.quality) == ("32x16", "png", "opaque", "high")
-    assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (4, 8, 12)
+    assert answer.usage.to_dict() == {
+        "input_tokens": 4, "input_tokens_details": {"text_tokens": 4, "image_tokens": 0},
+        "output_tokens": 8, "output_tokens_details": {"text_tokens": 0, "image_tokens": 8}, "total_tokens": 12,
+    }  # fmt: skip
     request = backend.seen[0].request
     assert (request.operation, request.input) == ("image", "a fox")
     assert request.stages == {
@@ -65,9 +68,52 @@ def test_previews_then_the_picture(sdk: openai.OpenAI) -> None:
     assert events[2].usage.total_tokens == 12 and events[2].size == "16x8"
 
 
+def test_fast_previews_then_the_picture(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    events = list(draw(sdk, stream=True, extra_body={"preview_every": 2, "num_inference_steps": 7}))
+    assert [e.type for e in events] == ["image_generation.partial_image"] * 3 + ["image_generation.completed"]
+    assert [e.partial_image_index for e in events[:3]] == [0, 1, 2]
+    assert backend.seen[0].request.stages["denoiser"] == {"preview_every": 2, "steps": 7}
+
+
+@pytest.mark.parametrize("lora", ["ink", {"name": "ink", "scale": 0.5}])
+def test_a_lora_and_the_step_cache(sdk: openai.OpenAI, backend: FakeBackend, lora: Any) -> None:
+    scale = {"lora_scale": 0.5} if lora == "ink" else {}
+    draw(sdk, extra_body={"lora": lora, "step_cache": True, **scale})
+    assert backend.seen[0].request.stages["denoiser"] == {"lora": "ink", "lora_scale": 0.5, "step_cache": True}
+
+
+@pytest.mark.parametrize(("asked", "said"), [("auto", None), ("standard", "medium"), ("hd", "high"), ("max", "max")])
+def test_what_is_checked_and_what_is_ignored_changes_nothing(
+    sdk: openai.OpenAI, backend: FakeBackend, asked: Any, said: str | None
+) -> None:
+    answer = draw(
+        sdk, size="auto", quality=asked, style="vivid", background="opaque", moderation="low", user="me",
+        safety_identifier="x", output_format="png", output_compression=100, response_format="b64_json", n=1,
+        extra_body={"seed": None, "partial_images": 0, "preview_every": 0, "step_cache": False},
+    )  # fmt: skip
+    assert answer.quality == said
+    assert backend.seen[0].request.stages["denoiser"] == {"n": 1, "partial_images": 0, "preview_every": 0}
+
+
 @pytest.mark.parametrize(
     ("more", "param", "code"),
     [
+        ({"stream": True, "response_format": "url"}, "response_format", "unsupported_value"),
+        ({"response_format": "file"}, "response_format", "unsupported_value"),
+        ({"style": "flat"}, "style", "unsupported_value"),
+        ({"extra_body": {"svg": {}}}, "svg", "unsupported_value"),
+        ({"extra_body": {"frame_count": 2}}, "frame_count", "unsupported_value"),
+        ({"extra_body": {"preview_every": 2}}, "preview_every", "invalid_value"),
+        ({"extra_body": {"lora": {"name": "a", "path": "/etc"}}}, "lora.path", "unsupported_value"),
+        ({"extra_body": {"lora": {"scale": 1}}}, "lora.name", "missing_required_parameter"),
+        ({"extra_body": {"lora": 3}}, "lora", "invalid_type"),
+        ({"extra_body": {"step_cache": 1}}, "step_cache", "invalid_type"),
+        ({"extra_body": {"cache_backend": "tea_cache"}}, "cache_backend", "unsupported_value"),
+        ({"extra_body": {"vae_use_tiling": True}}, "vae_use_tiling", "unsupported_value"),
+        ({"extra_body": {"true_cfg_scale": 101}}, "true_cfg_scale", "invalid_value"),
+        ({"extra_body": {"guidance_scale": "4"}}, "guidance_scale", "invalid_type"),
+        ({"extra_body": {"num_inference_steps": 0}}, "num_inference_steps", "invalid_value"),
+        ({"extra_body": {"negative_prompt": "x" * 32_001}}, "negative_prompt", "invalid_value"),
         ({"prompt": " "}, "prompt", "missing_required_parameter"),
         ({"n": 11}, "n", "invalid_value"),
         ({"size": "big"}, "size", "invalid_value"),
@@ -89,7 +135,9 @@ def test_bad_input_names_the_parameter(sdk: openai.OpenAI, more: dict[str, Any],
 
 
 def test_server_fields_become_openai_parameters(sdk: openai.OpenAI, backend: FakeBackend) -> None:
-    for where, param in [("stages.denoiser.width", "size"), ("stages.denoiser.steps", "num_inference_steps"),
+    for where, param in [("stages.denoiser.lora", "lora"), ("stages.denoiser.preview_every", "preview_every"),
+                         ("stages.denoiser.step_cache", "step_cache"),
+                         ("stages.denoiser.width", "size"), ("stages.denoiser.steps", "num_inference_steps"),
                          ("input", "prompt")]:  # fmt: skip
         backend.refusal = f"[bad_request:{where}] no"
         with pytest.raises(openai.BadRequestError) as caught:
