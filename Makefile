@@ -26,7 +26,9 @@ TESTS ?= tests
 help: ## show this list
 	@echo "Triton-Omni: make TARGET"
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
-	@echo "Variables: PYTHON=$(PYTHON)  PIP_ARGS='…' for every pip call  EXTRAS=cuda,client,dev for GPUs  SERVE_ARGS='--any-port …'  TRITON_OMNI_HOME=$(OMNI_HOME)"
+	@echo "Variables:"
+	@echo "  PYTHON=$(PYTHON)  EXTRAS=cuda,client,dev for GPUs  PIP_ARGS='…' for every pip call"
+	@echo "  SERVE_ARGS='--any-port …'  TRITON_OMNI_HOME=$(OMNI_HOME)"
 
 setup: ## make environments, server and weights (about 5 minutes, 6 GB; again: only what changed)
 	@$(PYTHON) -m backends.supervisor.setup $(if $(EXTRAS),--extras $(EXTRAS))

@@ -24,6 +24,18 @@ def python_problem(version):
     )
 
 
+def make_home(root):
+    """Make the home's folder; returns its lock file. Raises Problem where that cannot be written."""
+    from backends.supervisor.problem import Problem
+
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        (root / "setup.lock").touch()
+    except OSError as error:
+        raise Problem(str(error), "point TRITON_OMNI_HOME at a folder that you may write to") from None
+    return root / "setup.lock"
+
+
 def say(text):
     """One line of progress, at once even into a pipe."""
     print(text, flush=True)
@@ -51,8 +63,8 @@ def main(arguments=None):
     start = time.monotonic()
     say(f"setup: into {home.root}")
     try:
-        home.root.mkdir(parents=True, exist_ok=True)
-        with stamps.only_one(home.root / "setup.lock", say):
+        lock = make_home(home.root)
+        with stamps.only_one(lock, say):
             todo = steps.all_steps(steps.Context(home, say, options.extras))
             stamps.run_steps(todo, home.stamps, say, frozenset(options.again))
     except Problem as problem:

@@ -167,6 +167,12 @@ def test_too_small_a_disk_is_refused_with_the_need(tmp_path: Path, monkeypatch: 
         steps.check_disk(Home(tmp_path / "home"), "cpu")
 
 
+def test_a_home_that_cannot_be_written_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Problem, match="TRITON_OMNI_HOME"):
+        setup.make_home(tmp_path / "file" / "home")
+
+
 def test_unpack_replaces_the_whole_folder(tmp_path: Path) -> None:
     wheel, target = tmp_path / "x-1-py3-none-any.whl", tmp_path / "x"
     with zipfile.ZipFile(wheel, "w") as archive:
