@@ -50,18 +50,16 @@ class Credits:
     total: int = 0
     used: dict[tuple[bytes, str], int] = field(default_factory=dict)
 
-    def free(self, run: bytes, edge: str) -> bool:
-        """True if one more chunk may go out."""
-        return self.total < self.limit and self.used.get((run, edge), 0) < self.window
+    def free(self, key: tuple[bytes, str]) -> bool:
+        """True if one more chunk of this run and edge may go out."""
+        return self.total < self.limit and self.used.get(key, 0) < self.window
 
-    def take(self, run: bytes, edge: str) -> None:
+    def take(self, key: tuple[bytes, str]) -> None:
         self.total += 1
-        key = (run, edge)
         self.used[key] = self.used.get(key, 0) + 1
 
-    def give(self, run: bytes, edge: str) -> None:
+    def give(self, key: tuple[bytes, str]) -> None:
         self.total -= 1
-        key = (run, edge)
         left = self.used[key] - 1
         if left:
             self.used[key] = left

@@ -20,12 +20,13 @@ from backends.connectors.base import PACKET_BYTES, PeerLost
 
 SEND_BUFFER_BYTES = 4 << 20  # the default 208 KiB makes bursts of small chunks wait for the reader
 JOINED = b"J"  # first byte of a joined packet: frames follow, each behind its length; no single packet starts so
-JOINED_FRAMES = 500  # the kernel takes 1024 parts per packet, a frame is two
+JOINED_FRAMES = 1000  # the kernel takes 1024 parts per packet
 JOINED_BYTES = 48 << 10  # what waits is sent when there is more, so that the reader can begin
 PACKETS_PER_TURN = 256  # how much one busy peer may be read before others get their turn
 
 Buffer = bytes | bytearray | memoryview
 _U32 = struct.Struct("<I")
+_RECEIVE_BYTES = PACKET_BYTES + len(JOINED) + _U32.size  # one frame of full size that travels as a joined packet
 _FDS_SPACE = socket.CMSG_LEN(2 * array("i").itemsize)
 _TRUNCATED = int(socket.MSG_TRUNC)  # a plain number: the flag's own `&` is slow
 
@@ -56,20 +57,23 @@ class Link:
         """Send one packet made of `parts`. Descriptors are duplicated here; the caller keeps its own."""
         if self.lost or self._broken:
             raise PeerLost("the peer is gone")
-        if self.joining and not fds:
-            self._hold(b"".join(parts))
+        nbytes = sum(map(len, parts))
+        if nbytes > PACKET_BYTES:
+            raise ValueError(f"a packet may have {PACKET_BYTES} bytes")
+        if fds or not self.joining:
+            self.send_held()
+            self._send_now(parts, fds)
             return
-        _check_size(sum(map(len, parts)))
-        self.send_held()
-        self._send_now(parts, fds)
+        if self._held_bytes + nbytes > JOINED_BYTES or len(self._held) >= JOINED_FRAMES:
+            self.send_held()
+        self._held.append(b"".join((_U32.pack(nbytes), *parts)))
+        self._held_bytes += nbytes
 
     def send_held(self) -> None:
         """Send what waits to be joined."""
-        held, self._held, self._held_bytes = self._held, [], 0
-        if len(held) == 1:
-            self._send_now(held)
-        elif held:
-            self._send_now((JOINED, *(part for frame in held for part in (_U32.pack(len(frame)), frame))))
+        if self._held:
+            held, self._held, self._held_bytes = self._held, [], 0
+            self._send_now((JOINED, *held))
 
     def flush(self) -> None:
         """Hand waiting packets to the kernel, as far as it takes them."""
@@ -80,12 +84,12 @@ class Link:
             self._backlog.popleft()
             close_all(fds)
 
-    def receive(self) -> list[tuple[Buffer, list[int]]]:
+    def receive(self) -> list[tuple[Buffer, Sequence[int]]]:
         """Packets that have arrived, each with its descriptors. At EOF marks the link lost and returns the rest."""
-        packets: list[tuple[Buffer, list[int]]] = []
+        packets: list[tuple[Buffer, Sequence[int]]] = []
         while not self.lost and len(packets) < PACKETS_PER_TURN:
             try:
-                packet, ancillary, flags, _ = self.socket.recvmsg(PACKET_BYTES, _FDS_SPACE)
+                packet, ancillary, flags, _ = self.socket.recvmsg(_RECEIVE_BYTES, _FDS_SPACE)
             except BlockingIOError:
                 break
             except ConnectionResetError:
@@ -116,13 +120,6 @@ class Link:
         while self._backlog:
             close_all(self._backlog.popleft()[1])
 
-    def _hold(self, frame: bytes) -> None:
-        _check_size(len(frame))
-        if self._held_bytes + len(frame) > JOINED_BYTES or len(self._held) >= JOINED_FRAMES:
-            self.send_held()
-        self._held.append(frame)
-        self._held_bytes += len(frame)
-
     def _send_now(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
         if self._backlog or not self._try_send(parts, fds):
             self._backlog.append((b"".join(parts), tuple(os.dup(fd) for fd in fds)))
@@ -146,11 +143,6 @@ class Link:
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
-def _check_size(nbytes: int) -> None:
-    if nbytes > PACKET_BYTES:
-        raise ValueError(f"a packet may have {PACKET_BYTES} bytes")
-
-
 def _received(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     """Descriptors that came with a packet."""
     fds = array("i")
@@ -160,16 +152,16 @@ def _received(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     return list(fds)
 
 
-def _split(packet: bytes, packets: list[tuple[Buffer, list[int]]]) -> bool:
+def _split(packet: bytes, packets: list[tuple[Buffer, Sequence[int]]]) -> bool:
     """Append the frames of a joined packet to `packets`; False if it is malformed."""
-    view, at = memoryview(packet), len(JOINED)
-    while at + _U32.size <= len(view):
-        start = at + _U32.size
-        at = start + _U32.unpack_from(view, at)[0]
-        if at > len(view):
+    view, at, end = memoryview(packet), len(JOINED), len(packet)
+    while at + 4 <= end:
+        start = at + 4
+        at = start + _U32.unpack_from(packet, at)[0]
+        if at > end:
             return False
-        packets.append((view[start:at], []))
-    return at == len(view)
+        packets.append((view[start:at], ()))
+    return at == end
 
 
 def close_all(fds: Sequence[int]) -> None:

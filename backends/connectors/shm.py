@@ -8,22 +8,23 @@
 * tensors on a GPU go into a device slab (cuda_ipc.py) where both ends see the device, else they are copied to
   the host on the way.
 
-A packet is one kind byte, then for a message its bytes, for an acknowledgement the slot number, for a chunk the
-length of its header, the header (msgpack) and the inline payload.
+A packet is one kind byte, then for a message its bytes, for an acknowledgement slot numbers, for a chunk the length
+of its header, the header (msgpack) and the inline payload.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from backends.connectors.base import INLINE_BYTES, MESSAGE_BYTES, Credits, PeerLost
+from backends.connectors.base import INLINE_BYTES, LINK_CHUNKS, MESSAGE_BYTES, Credits, PeerLost
 from backends.connectors.link import Buffer, Link, close_all
 from backends.connectors.slab import Extents
 from backends.core.chunk import Chunk, Tensor, TensorSpec
@@ -36,6 +37,8 @@ MESSAGE, LONG_MESSAGE, CHUNK, ACK, SLAB, DEVICE = b"M", b"L", b"D", b"A", b"S", 
 LONG_MESSAGE_BYTES = 32 << 10  # longer messages (a chat's whole history) travel in a memfd of their own
 INLINE, IN_SLAB, ONE_SHOT, NO_PAYLOAD = range(4)
 _U32 = struct.Struct("<I")
+_KIND_AND_LENGTH = struct.Struct("<cI")
+_GAP = bytes(TENSOR_ALIGN)
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):
@@ -82,31 +85,21 @@ class DeviceStore(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(slots=True)
-class _Sent:
-    """A chunk on its way: what to give back when it is acknowledged."""
-
-    run: bytes
-    edge: str
-    slab_offset: int = -1
-    device_offset: int = -1
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A received chunk's hold on the link: the sender's slot number and a one-shot mapping, if any."""
-
-    number: int
-    mapping: mmap.mmap | None = None
+Layout = list[tuple[Tensor, int, int]]
+"""Tensors in one payload: each with its offset and its size in bytes."""
 
 
 class _Memfd:
-    """A memfd and its mapping."""
+    """A memfd and its mapping; raises OSError where descriptors or memory are short."""
 
     def __init__(self, nbytes: int) -> None:
         self.fd = os.memfd_create("triton-omni", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, nbytes)
-        self.map = mmap.mmap(self.fd, nbytes)
+        try:
+            os.ftruncate(self.fd, nbytes)
+            self.map = mmap.mmap(self.fd, nbytes)
+        except OSError:
+            os.close(self.fd)
+            raise
         self.view = memoryview(self.map)
 
     def close(self) -> None:
@@ -127,8 +120,10 @@ class ShmConnector:
         self._slab: _Memfd | None = None
         self._extents = Extents(SLAB_BYTES)
         self._peer_slab: mmap.mmap | None = None
-        self._sent: dict[int, _Sent] = {}
+        self._sent: dict[int, tuple[tuple[bytes, str], int, int]] = {}
+        """Slot → what its acknowledgement gives back: a credit, offsets in the slab and on the device (-1: none)."""
         self._next_slot = 0
+        self._released: list[int] = []
         self._arrived: deque[Chunk | bytes] = deque()
 
     def fileno(self) -> int:
@@ -161,41 +156,41 @@ class ShmConnector:
     def put(self, chunk: Chunk) -> bool:
         if self.link.lost:
             raise PeerLost("the peer is gone")
-        if self.link.backlog_packets >= BACKLOG_PACKETS or not self.credits.free(chunk.run, chunk.edge):
+        key = (chunk.run, chunk.edge)
+        if self.link.backlog_packets >= BACKLOG_PACKETS or not self.credits.free(key):
             return False
         on_device, on_host, device_offset = self._split(chunk)
         layout, nbytes = _lay_out(on_host)
-        place, offset, memfd = self._place(nbytes)
-        if place is None:
-            self._free_device(device_offset)
-            return False
         device_layout, _ = _lay_out(on_device)
-        listed = [(t.spec, "cpu", at) for t, at in layout]
-        listed += [(t.spec, t.device, at) for t, at in device_layout]
-        header = Header(
-            self._next_slot, chunk.run, chunk.edge, chunk.index, chunk.last, chunk.meta, listed,
-            place, max(offset, 0), nbytes, device_offset, chunk.sent_s,
-        )  # fmt: skip
-        sent = _Sent(chunk.run, chunk.edge, offset, device_offset)
+        offset, memfd = -1, None
         try:
+            place, offset, memfd = self._place(nbytes)
+            if place is None:
+                self._free(-1, device_offset)
+                return False
+            header = Header(
+                self._next_slot, chunk.run, chunk.edge, chunk.index, chunk.last, chunk.meta,
+                [(t.spec, t.device, at) for t, at, _ in layout + device_layout],
+                place, max(offset, 0), nbytes, device_offset, chunk.sent_s,
+            )  # fmt: skip
             self._write_device(device_offset, device_layout)
             self._transmit(header, layout, memfd)
         except BaseException:  # a chunk that cannot be sent (not encodable, too long a header) holds nothing
-            self._free(sent)
+            self._free(offset, device_offset)
             raise
         finally:
             if memfd is not None:
                 memfd.close()
-        self._sent[self._next_slot] = sent
+        self._sent[self._next_slot] = key, offset, device_offset
         self._next_slot = (self._next_slot + 1) & 0xFFFFFFFF
-        self.credits.take(chunk.run, chunk.edge)
+        self.credits.take(key)
         return True
 
-    def _split(self, chunk: Chunk) -> tuple[list[Tensor], list[Tensor], int]:
+    def _split(self, chunk: Chunk) -> tuple[Sequence[Tensor], Sequence[Tensor], int]:
         """(GPU tensors, host tensors, device offset). Without a common GPU, or room on it, all go over the host."""
         on_device = [t for t in chunk.tensors if t.device != "cpu"]
         if not on_device:
-            return [], list(chunk.tensors), -1
+            return (), chunk.tensors, -1
         on_host = [t for t in chunk.tensors if t.device == "cpu"]
         if self._device is None:
             raise TypeError(f"edge {chunk.edge}: a GPU tensor needs a connector with a device store")
@@ -213,36 +208,39 @@ class ShmConnector:
         if nbytes > SLAB_BYTES // 2:
             return ONE_SHOT, -1, _Memfd(nbytes)
         if self._slab is None:
-            self._slab = _Memfd(SLAB_BYTES)
-            self.link.send((SLAB,), (self._slab.fd,))
+            slab = _Memfd(SLAB_BYTES)
+            try:
+                self.link.send((SLAB,), (slab.fd,))
+            except OSError:
+                slab.close()
+                raise
+            self._slab = slab
         offset = self._extents.alloc(nbytes)
         return (None, -1, None) if offset is None else (IN_SLAB, offset, None)
 
-    def _write_device(self, offset: int, layout: list[tuple[Tensor, int]]) -> None:
+    def _write_device(self, offset: int, layout: Layout) -> None:
         if not layout or self._device is None:
             return
         announcement = self._device.publish()
         if announcement is not None:
             self.link.send((DEVICE, announcement))
-        for tensor, at in layout:
+        for tensor, at, _ in layout:
             self._device.write(offset + at, tensor)
 
-    def _transmit(self, header: Header, layout: list[tuple[Tensor, int]], memfd: _Memfd | None) -> None:
+    def _transmit(self, header: Header, layout: Layout, memfd: _Memfd | None) -> None:
         """Write the host payload where `header` says and send the descriptor."""
         encoded = _encode(header)
-        front = CHUNK + _U32.pack(len(encoded)) + encoded
+        front = (_KIND_AND_LENGTH.pack(CHUNK, len(encoded)), encoded)
         if header.place == INLINE:
-            payload = bytearray(header.nbytes)
-            _write(memoryview(payload), layout)
-            self.link.send((front, payload))
+            self.link.send((*front, *_in_a_row(layout)))
         elif memfd is not None:
-            _write(memfd.view, layout)
-            self.link.send((front,), (memfd.fd,))
+            _write(memfd.view, 0, layout)
+            self.link.send(front, (memfd.fd,))
         else:
             if header.place == IN_SLAB:
                 assert self._slab is not None
-                _write(self._slab.view[header.offset : header.offset + header.nbytes], layout)
-            self.link.send((front,))
+                _write(self._slab.view, header.offset, layout)
+            self.link.send(front)
 
     # --- receiving ---------------------------------------------------------------------------------------------
     def get(self) -> Chunk | bytes | None:
@@ -255,18 +253,26 @@ class ShmConnector:
         return None
 
     def release(self, chunk: Chunk) -> None:
-        slot: _Slot | None = chunk.slot
-        if slot is None:
+        if chunk.slot is None:
             return
+        self._released.append(chunk.slot)
         chunk.slot = None
         chunk.tensors = ()
+        if not self.link.joining or len(self._released) >= LINK_CHUNKS:
+            self._acknowledge()
+
+    def send_held(self) -> None:
+        """End of joining: send what waited, acknowledgements as one packet."""
+        if self._released:
+            self._acknowledge()
+        self.link.send_held()
+
+    def _acknowledge(self) -> None:
+        slots, self._released = self._released, []
         if self._device is not None:
             self._device.settle()
-        if not self.link.lost:
-            try:
-                self.link.send((ACK, _U32.pack(slot.number)))
-            except PeerLost:
-                return  # a dead sender needs no acknowledgement; `get` reports the loss
+        with contextlib.suppress(PeerLost):  # a dead sender needs no acknowledgement; `get` reports the loss
+            self.link.send((ACK, struct.pack(f"<{len(slots)}I", *slots)))
 
     def flush(self) -> None:
         """Send what waits in the backlog, as far as the kernel takes it."""
@@ -282,6 +288,7 @@ class ShmConnector:
             self._slab = None
         if self._device is not None:
             self._device.close()
+            self._device = None
 
     def _receive(self) -> None:
         """Take what the kernel has. After a malformed packet nothing more is read: the peer is as good as gone."""
@@ -289,19 +296,21 @@ class ShmConnector:
         for packet, fds in self.link.receive():
             try:
                 if sound:
-                    self._on_packet(packet, fds)
+                    self._on_packet(memoryview(packet), fds)
             except MALFORMED:
                 sound = False
                 self.link.abandon()
             finally:
-                close_all(fds)
+                if fds:
+                    close_all(fds)
 
-    def _on_packet(self, packet: Buffer, fds: list[int]) -> None:
-        kind, body = packet[:1], memoryview(packet)[1:]
+    def _on_packet(self, packet: memoryview, fds: Sequence[int]) -> None:
+        kind, body = bytes(packet[:1]), packet[1:]
         if kind == CHUNK:
             self._arrived.append(self._chunk(body, fds))
         elif kind == ACK:
-            self._acknowledged(_U32.unpack(body)[0])
+            for (slot,) in _U32.iter_unpack(body):
+                self._acknowledged(slot)
         elif kind == MESSAGE:
             self._arrived.append(bytes(body))
         elif kind == LONG_MESSAGE:
@@ -318,41 +327,34 @@ class ShmConnector:
             raise ValueError(f"packet of unknown kind {kind!r}")
 
     def _acknowledged(self, slot: int) -> None:
-        sent = self._sent.pop(slot, None)
-        if sent is None:
-            return
-        self.credits.give(sent.run, sent.edge)
-        self._free(sent)
+        if slot in self._sent:
+            key, slab_offset, device_offset = self._sent.pop(slot)
+            self.credits.give(key)
+            self._free(slab_offset, device_offset)
 
-    def _free(self, sent: _Sent) -> None:
+    def _free(self, slab_offset: int, device_offset: int) -> None:
         """Give the room of a chunk back."""
-        if sent.slab_offset >= 0:
-            self._extents.free(sent.slab_offset)
-        self._free_device(sent.device_offset)
+        if slab_offset >= 0:
+            self._extents.free(slab_offset)
+        if device_offset >= 0 and self._device is not None:
+            self._device.free(device_offset)
 
-    def _free_device(self, offset: int) -> None:
-        if offset >= 0 and self._device is not None:
-            self._device.free(offset)
-
-    def _chunk(self, body: memoryview, fds: list[int]) -> Chunk:
-        length = _U32.unpack_from(body)[0]
-        header = _decode(body[4 : 4 + length])
-        mapping: mmap.mmap | None = None
-        payload = body[4 + length :]
+    def _chunk(self, body: memoryview, fds: Sequence[int]) -> Chunk:
+        end = 4 + _U32.unpack_from(body)[0]
+        header = _decode(body[4:end])
+        payload = body[end:]
         if header.place == IN_SLAB:
             if self._peer_slab is None:
                 raise ValueError("a slab payload before the slab")
             payload = _part(memoryview(self._peer_slab), header.offset, header.nbytes)
-        elif header.place == ONE_SHOT:
-            mapping = mmap.mmap(fds[0], header.nbytes, prot=mmap.PROT_READ)
-            payload = memoryview(mapping)
+        elif header.place == ONE_SHOT:  # unmapped when the last view of it is gone
+            payload = memoryview(mmap.mmap(fds[0], header.nbytes, prot=mmap.PROT_READ))
         tensors = [
             Tensor(spec, _part(payload, at, spec.nbytes)) if device == "cpu" else self._device_tensor(header, spec, at)
             for spec, device, at in header.tensors
         ]
-        slot = _Slot(header.slot, mapping)
         return Chunk(
-            header.run, header.edge, header.index, header.last, tuple(tensors), header.meta, slot, header.sent_s
+            header.run, header.edge, header.index, header.last, tuple(tensors), header.meta, header.slot, header.sent_s
         )
 
     def _device_tensor(self, header: Header, spec: TensorSpec, at: int) -> Tensor:
@@ -361,14 +363,15 @@ class ShmConnector:
         return self._device.read(header.device_offset + at, spec)
 
 
-def _lay_out(tensors: list[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
+def _lay_out(tensors: Sequence[Tensor]) -> tuple[Layout, int]:
     """Aligned offsets for `tensors` in one payload, and its size in bytes."""
-    placed: list[tuple[Tensor, int]] = []
+    placed: Layout = []
     end = 0
     for tensor in tensors:
-        start = -(-end // TENSOR_ALIGN) * TENSOR_ALIGN
-        placed.append((tensor, start))
-        end = start + tensor.spec.nbytes
+        nbytes = tensor.spec.nbytes
+        start = -(-end // TENSOR_ALIGN) * TENSOR_ALIGN if nbytes else end
+        placed.append((tensor, start, nbytes))
+        end = start + nbytes
     return placed, end
 
 
@@ -379,9 +382,25 @@ def _part(payload: memoryview, offset: int, nbytes: int) -> memoryview:
     return payload[offset : offset + nbytes]
 
 
-def _write(target: memoryview, layout: list[tuple[Tensor, int]]) -> None:
-    """Copy tensors to their offsets: the one copy of a hop."""
-    for tensor, at in layout:
-        nbytes = tensor.spec.nbytes
+def _write(target: memoryview, offset: int, layout: Layout) -> None:
+    """Copy tensors to their places from `offset` on: the one copy of a hop."""
+    for tensor, at, nbytes in layout:
         if nbytes:
-            target[at : at + nbytes] = memoryview(tensor.data).cast("B")
+            target[offset + at : offset + at + nbytes] = memoryview(tensor.data).cast("B")
+
+
+def _in_a_row(layout: Layout) -> list[Buffer]:
+    """A payload in parts: the tensors' bytes, with the gaps that align them."""
+    parts: list[Buffer] = []
+    end = 0
+    for tensor, at, nbytes in layout:
+        if not nbytes:
+            continue
+        data = memoryview(tensor.data).cast("B")
+        if len(data) != nbytes:
+            raise ValueError(f"tensor '{tensor.name}' has {len(data)} bytes, not {nbytes}")
+        if at > end:
+            parts.append(_GAP[: at - end])
+        parts.append(data)
+        end = at + nbytes
+    return parts

@@ -158,7 +158,8 @@ class Hub:
                 self._accept()
             else:
                 self._serve(key.data, mask)
-        items = [self._ready.popleft() for _ in range(len(self._ready))]
+        items = list(self._ready)
+        self._ready.clear()
         items += [(None, self._posted.popleft()) for _ in range(len(self._posted))]
         return items
 
@@ -175,7 +176,7 @@ class Hub:
                 if link.joining:
                     link.joining = False
                     with contextlib.suppress(PeerLost):  # EOF follows and is reported there
-                        link.send_held()
+                        peer.connector.send_held()
                     self.watch(peer)
 
     def watch(self, peer: Peer) -> None:

@@ -71,7 +71,10 @@ class Chunk:
 
     def tensor(self, name: str) -> Tensor | None:
         """The tensor called `name`, or None."""
-        return next((t for t in self.tensors if t.spec.name == name), None)
+        for tensor in self.tensors:
+            if tensor.spec.name == name:
+                return tensor
+        return None
 
     @property
     def nbytes(self) -> int:

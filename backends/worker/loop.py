@@ -22,7 +22,6 @@ from backends.control.messages import (
     Progress,
     Release,
     Stop,
-    Transfer,
 )
 from backends.core import engine as eng
 from backends.core.chunk import Chunk, Tensor
@@ -30,7 +29,7 @@ from backends.core.errors import DeadlineExceeded, ErrorInfo, OmniError, StageFa
 from backends.core.generate import decode_request
 from backends.core.logs import about
 from backends.core.pipeline import Pipeline
-from backends.worker.record import Record, Sink, Waiting
+from backends.worker.record import Record, Sink, Source, Waiting
 
 log = logging.getLogger("triton_omni.worker")
 
@@ -125,11 +124,11 @@ class Worker:
 
     def _record(self, stub: Peer, reply: Peer, message: Open, inputs: tuple[Tensor, ...]) -> Record:
         """The run's record; raises Unavailable if a consumer is gone."""
-        sinks = {target: Sink(self._connect(at, target), self.stage.name) for target, at in message.consumers.items()}
-        for name in message.wanted:
-            sinks[OUTPUT_PREFIX + name] = Sink(reply, OUTPUT_PREFIX + name)
+        name = self.stage.name
+        sinks = {target: Sink(self._connect(at, target), name, True) for target, at in message.consumers.items()}
+        sinks |= {(edge := OUTPUT_PREFIX + name): Sink(reply, edge, False) for name in message.wanted}
         if not message.reply and not message.wanted:  # a direct call of a stage without client outputs
-            sinks[OUTPUT_PREFIX] = Sink(reply, OUTPUT_PREFIX)
+            sinks[OUTPUT_PREFIX] = Sink(reply, OUTPUT_PREFIX, True)
         run = eng.Run(
             message.run,
             message.request_id,
@@ -137,9 +136,10 @@ class Worker:
             {} if message.direct else {t.name: t for t in inputs},
             upstream=frozenset(message.upstream),
             wanted=frozenset(message.wanted),
-            feeds=any(_feeds(key) for key in sinks),
+            feeds=any(sink.feeds for sink in sinks.values()),
         )
-        return Record(run, stub, reply, sinks, set(message.upstream), message.stall_s, self._clock())
+        sources = {source: Source() for source in message.upstream}
+        return Record(run, stub, reply, sinks, sources, message.stall_s, self._clock())
 
     def _connect(self, address: str, whom: str) -> Peer:
         try:
@@ -153,8 +153,8 @@ class Worker:
 
     def _feed_direct(self, record: Record, inputs: tuple[Tensor, ...]) -> None:
         """Turn a direct call's tensors into the one last chunk of its (only) upstream edge."""
-        assert len(record.open) == 1, "a direct call feeds exactly one edge"
-        self._queue(record, record.stub, Chunk(record.run.id, min(record.open), 0, True, inputs))
+        assert len(record.sources) == 1, "a direct call feeds exactly one edge"
+        self._on_chunk(record.stub, Chunk(record.run.id, min(record.sources), 0, True, inputs))
 
     def _on_chunk(self, peer: Peer, chunk: Chunk) -> None:
         if chunk.edge == INPUTS_EDGE:
@@ -163,28 +163,26 @@ class Worker:
             peer.release(chunk)
             return
         record = self.records.get(chunk.run)
-        if record is None or record.ended is not None or chunk.edge not in record.open:
+        source = None if record is None or record.ended is not None else record.sources.get(chunk.edge)
+        if record is None or source is None or not source.is_open:
             peer.release(chunk)  # late: the run is over here
-            return
-        self._queue(record, peer, chunk)
+        else:
+            self._queue(record, source, peer, chunk)
 
-    def _queue(self, record: Record, peer: Peer, chunk: Chunk) -> None:
-        expected = record.expected.get(chunk.edge, 0)
-        if chunk.index != expected:
+    def _queue(self, record: Record, source: Source, peer: Peer, chunk: Chunk) -> None:
+        brought = source.brought
+        if chunk.index != brought.chunks:
             peer.release(chunk)
             where = f"{chunk.edge}->{self.stage.name}"
-            self._fail(record, StageFailed(f"chunk {chunk.index} came instead of {expected}", where))
+            self._fail(record, StageFailed(f"chunk {chunk.index} came instead of {brought.chunks}", where))
             return
-        record.expected[chunk.edge] = expected + 1
-        record.sources[chunk.edge] = peer
         record.heard_at = now_s = self._clock()
-        transfer = record.edges.setdefault(chunk.edge, Transfer())
-        transfer.chunks += 1
-        transfer.nbytes += chunk.nbytes
+        source.peer = peer
+        source.is_open = not chunk.last
+        brought.chunks += 1
+        brought.nbytes += chunk.nbytes
         if chunk.sent_s:
-            transfer.transfer_s += now_s - chunk.sent_s
-        if chunk.last:
-            record.open.discard(chunk.edge)
+            brought.transfer_s += now_s - chunk.sent_s
         try:
             inputs = self._adapters[chunk.edge](chunk)
         except Exception as error:  # an adapter sees what another process sent; it must not take the loop along
@@ -193,7 +191,7 @@ class Worker:
             log.exception("adapter of %s: request %s", chunk.edge, request_id, extra={"request_id": request_id})
             self._fail(record, ErrorInfo.of(error, self.stage.name).error())
             return
-        record.inbox.append(Waiting(peer, chunk, inputs, now_s))
+        record.inbox.append(Waiting(source, peer, chunk, inputs, now_s))
 
     def _on_stop(self, run: bytes) -> None:
         record = self.records.get(run)
@@ -218,7 +216,7 @@ class Worker:
 
     def _fail_if_bound(self, record: Record, peer: Peer) -> None:
         ended = record.ended is not None  # what waits to leave may still be lost, what came in no longer
-        dead = [s for s, owner in record.sources.items() if owner is peer and s in record.open and not ended]
+        dead = [s for s, source in record.sources.items() if source.peer is peer and source.is_open and not ended]
         dead += [key for key, sink in record.sinks.items() if sink.peer is peer and (sink.queue or not ended)]
         if dead:
             self._fail(record, StageFailed("the stage's worker died", dead[0]))
@@ -233,7 +231,7 @@ class Worker:
                     if not self.engine.feed(record.run, waiting.inputs, waiting.chunk.last):
                         break
                     record.inbox.popleft()
-                    record.edges[waiting.chunk.edge].wait_s += self._clock() - waiting.came_s
+                    waiting.source.brought.wait_s += self._clock() - waiting.came_s
                     waiting.peer.release(waiting.chunk)
             except OmniError as error:
                 self._fail(record, error)
@@ -287,8 +285,8 @@ class Worker:
 
     def _send(self, record: Record, run: eng.Run, tensors: tuple, meta: dict, last: bool) -> None:
         """Queue a chunk for every consumer that has not had its last one."""
-        for key, sink in record.sinks.items():
-            if _feeds(key) and not sink.closed:
+        for sink in record.sinks.values():
+            if sink.feeds and not sink.closed:
                 sink.add(run.id, tensors, meta, last)
 
     def _settle(self) -> None:
@@ -311,7 +309,7 @@ class Worker:
             for sink in record.sinks.values():
                 if sink.queue:
                     sink.pump(self._clock())
-        except (TypeError, ValueError) as error:  # the engine made a chunk that cannot be sent: fail its run now
+        except (TypeError, ValueError, OSError) as error:  # no such chunk can travel, or there is no memory for it
             request_id = record.run.request_id
             log.exception("a chunk cannot be sent: request %s", request_id, extra={"request_id": request_id})
             self._fail(record, StageFailed(f"a chunk cannot be sent: {error}", self.stage.name))
@@ -364,8 +362,3 @@ class Worker:
     @property
     def _live(self) -> int:
         return sum(1 for r in self.records.values() if r.ended is None)
-
-
-def _feeds(sink: str) -> bool:
-    """True for a sink that takes the stage's chunks: a consumer stage, or the stub of a direct call."""
-    return sink == OUTPUT_PREFIX or not sink.startswith(OUTPUT_PREFIX)

@@ -15,10 +15,14 @@ from backends.core.engine import Run
 
 @dataclass(eq=False, slots=True)
 class Sink:
-    """Where chunks of one run go: a consumer stage, or the client ("@name"). Waits when there is no credit."""
+    """Where chunks of one run go: a consumer stage, or the client ("@name"). Waits when there is no credit.
+
+    feeds  takes what the stage sends: a consumer stage, or the stub of a direct call
+    """
 
     peer: Peer
     edge: str
+    feeds: bool
     index: int = 0
     closed: bool = False
     queue: deque[Chunk] = field(default_factory=deque[Chunk])
@@ -33,16 +37,27 @@ class Sink:
     def pump(self, now_s: float) -> None:
         """Send what there is credit for."""
         while self.queue:
-            self.queue[0].sent_s = now_s
-            if not self.peer.put(self.queue[0]):
+            chunk = self.queue[0]
+            chunk.sent_s = now_s
+            if not self.peer.put(chunk):
                 return
             self.queue.popleft()
+
+
+@dataclass(eq=False, slots=True)
+class Source:
+    """An upstream stage of one run: its link, known from its first chunk on, and what it brought so far."""
+
+    peer: Peer | None = None
+    is_open: bool = True
+    brought: Transfer = field(default_factory=Transfer)
 
 
 @dataclass(slots=True)
 class Waiting:
     """A received chunk that the engine has not taken yet, and what the edge's adapter made of it."""
 
+    source: Source
     peer: Peer
     chunk: Chunk
     inputs: Any
@@ -54,10 +69,8 @@ class Record:
     """One run in this worker.
 
     reply     the orchestrator's link; the stub's for a direct call
-    sources   upstream stage → its link, known from its first chunk on
-    open      upstream stages that have not ended yet
-    expected  upstream stage → index of its next chunk
-    edges     upstream stage → what it brought so far
+    sinks     consumer stage or "@output" → where its chunks go
+    sources   by upstream stage
     first_at  when the engine's first chunk or output came
     ended     set once: the run's end, told to the stub first and to `reply` when the stub released it
     """
@@ -66,14 +79,11 @@ class Record:
     stub: Peer
     reply: Peer
     sinks: dict[str, Sink]
-    open: set[str]
+    sources: dict[str, Source]
     stall_s: float
     opened_at: float
     heard_at: float = 0.0
-    sources: dict[str, Peer] = field(default_factory=dict[str, Peer])
-    expected: dict[str, int] = field(default_factory=dict[str, int])
     inbox: deque[Waiting] = field(default_factory=deque[Waiting])
-    edges: dict[str, Transfer] = field(default_factory=dict[str, Transfer])
     first_at: float | None = None
     ended: Finished | Failed | None = None
     told: bool = False
@@ -83,10 +93,16 @@ class Record:
         """True for a call that came from a Triton client instead of an orchestrator."""
         return self.reply is self.stub
 
+    @property
+    def open(self) -> list[str]:
+        """Upstream stages that have not ended yet."""
+        return [stage for stage, source in self.sources.items() if source.is_open]
+
     def stats(self, outcome: str, now_s: float) -> RunStats:
         """The run in numbers, at its end."""
         first_s = None if self.first_at is None else self.first_at - self.opened_at
-        return RunStats(outcome, now_s - self.opened_at, first_s, self.edges)
+        edges = {stage: source.brought for stage, source in self.sources.items() if source.brought.chunks}
+        return RunStats(outcome, now_s - self.opened_at, first_s, edges)
 
     def release_inputs(self) -> None:
         """Give back all received chunks that the run still holds."""

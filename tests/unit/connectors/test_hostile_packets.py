@@ -57,7 +57,7 @@ BAD_PACKETS = {
     "header is deeply nested": shm.CHUNK + U32.pack(100_000) + b"\x9b" + b"\x91" * 100_000,
     "huge array": shm.CHUNK + U32.pack(5) + b"\xdd\xff\xff\xff\xff",
     "short acknowledgement": shm.ACK + b"\x01",
-    "long acknowledgement": shm.ACK + bytes(8),
+    "long acknowledgement": shm.ACK + bytes(7),
     "slab without descriptor": shm.SLAB,
     "long message without descriptor": shm.LONG_MESSAGE + U32.pack(9),
     "long message of no length": shm.LONG_MESSAGE,
@@ -70,7 +70,7 @@ BAD_PACKETS = {
     "tensor of huge size": chunk_packet(tensors=[(("x", "float64", (2**60, 2**60)), "cpu", 0)]),
     "unknown dtype": chunk_packet(tensors=[(("x", "object", (1,)), "cpu", 0)]),
     "GPU tensor for a host": chunk_packet(tensors=[(("x", "uint8", (1,)), "cuda:0", 0)], device_offset=0),
-    "too long": shm.MESSAGE + bytes(PACKET_BYTES),
+    "too long": shm.MESSAGE + bytes(PACKET_BYTES + 8),
     "empty": b"",
 }
 

@@ -46,13 +46,13 @@ def test_a_free_of_what_is_not_used_is_an_error():
 
 def test_credits_are_kept_per_run_and_edge_and_in_all():
     credits = Credits(window=1, limit=2)
-    credits.take(b"a", "e")
-    assert not credits.free(b"a", "e")
-    assert credits.free(b"a", "f")
-    credits.take(b"b", "e")
-    assert not credits.free(b"c", "e"), "the link is full"
-    credits.give(b"a", "e")
-    assert credits.free(b"a", "e")
-    credits.give(b"b", "e")
+    credits.take((b"a", "e"))
+    assert not credits.free((b"a", "e"))
+    assert credits.free((b"a", "f"))
+    credits.take((b"b", "e"))
+    assert not credits.free((b"c", "e")), "the link is full"
+    credits.give((b"a", "e"))
+    assert credits.free((b"a", "e"))
+    credits.give((b"b", "e"))
     assert credits.total == 0
     assert not credits.used

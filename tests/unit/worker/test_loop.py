@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import resource
+
 import numpy as np
 import pytest
 
-from backends.connectors.base import WINDOW_CHUNKS
+from backends.connectors.base import INLINE_BYTES, WINDOW_CHUNKS
 from backends.control import messages as msg
 from backends.control.hub import Peer
 from backends.core.chunk import Chunk, Tensor
@@ -453,6 +455,25 @@ def test_a_chunk_that_cannot_be_sent_fails_its_run_at_once(at):
     assert end.error.where == "tokens"
     assert b.worker.records[good].ended is None
     assert [run.id for run in b.worker.engine.stopped] == [bad]
+
+
+def test_a_chunk_for_which_there_is_no_descriptor_fails_its_run_alone(at):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def too_much(runs):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        return [Output(runs[0], "text", (Tensor.of("x", np.zeros(INLINE_BYTES + 1, np.uint8)),))]
+
+    b = at("tokens", Scripted(*[lambda runs: ()] * 5, too_much, lambda runs: [Output(runs[1], "text")]))
+    bad, good = b.open(wanted=("text",)), b.open(wanted=("text",))
+    try:
+        b.until(lambda: b.stub.of(msg.Failed))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    [end] = b.stub.of(msg.Failed)
+    assert (end.run, end.error.where) == (bad, "tokens")
+    b.until(lambda: b.orchestrator.of(Chunk))
+    assert b.worker.records[good].ended is None
 
 
 def test_late_events_of_the_engine_change_nothing(at):
