@@ -53,18 +53,16 @@ def _call(text: str) -> dict[str, str] | None:
     """The call that a JSON text stands for, if it is one."""
     try:
         value = json.loads(text)
+        if not isinstance(value, dict):
+            return None
+        name, arguments = value.get("name"), value.get("arguments", {})
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        written = json.dumps(arguments, ensure_ascii=False)
+        (name + written).encode()  # half of a surrogate pair can be written as JSON, but not sent
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return None
-    return {
-        "id": f"call_{secrets.token_hex(12)}",
-        "name": value["name"],
-        "arguments": json.dumps(arguments, ensure_ascii=False),
-    }
+    return {"id": f"call_{secrets.token_hex(12)}", "name": name, "arguments": written}
 
 
 def check_tools(request: GenerateRequest) -> None:

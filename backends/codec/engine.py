@@ -28,7 +28,7 @@ class CodecOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How codes are cut into chunks.
 
     first_chunk_frames  frames of a run's first chunk
-    ramp_frames         frames of the chunks after the first one, in order: [8, 16] lets chunks grow step by step
+    ramp_frames         frames of the chunks between the first one and the later ones: [8, 16] lets them grow in steps
     chunk_frames        frames of all later ones
     max_batch           runs decoded in one step
     max_queued_frames   a run with so many frames waiting takes no more for now
@@ -40,12 +40,18 @@ class CodecOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch: Count = 32
     max_queued_frames: Annotated[int, msgspec.Meta(ge=1)] = 1600
 
+    def __post_init__(self) -> None:
+        steps = (self.first_chunk_frames, *self.ramp_frames, self.chunk_frames)
+        if self.ramp_frames and list(steps) != sorted(set(steps)):
+            raise ValueError("ramp_frames must grow from first_chunk_frames to chunk_frames")
+
 
 CHUNKS = ("first_chunk_frames", "chunk_frames")
 
 
 class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request may say for itself (`stages.<stage>`); None is the deployment's value."""
+    """What a request may say for itself (`stages.<stage>`); None is the deployment's value. Of the deployment's ramp
+    a run takes the steps that lie between its own first and later chunks."""
 
     first_chunk_frames: Count | None = None
     chunk_frames: Count | None = None
@@ -81,7 +87,7 @@ class CodecEngine:
         self._runs: list[Run] = []
         # a larger chunk would never be complete: its run takes no more when so much waits
         self._largest = options.max_queued_frames - decoder.right
-        longest = max(options.first_chunk_frames, options.chunk_frames, *options.ramp_frames)
+        longest = max(options.first_chunk_frames, options.chunk_frames)
         if longest > self._largest:
             raise ValueError(f"max_queued_frames must be at least {longest + decoder.right} for these chunks")
 
@@ -92,9 +98,12 @@ class CodecEngine:
             if frames is not None and frames > self._largest:
                 message = f"a chunk may have {self._largest} frames here, not {frames}"
                 raise BadRequest(message, f"stages.{self.stage}.{key}")
+        first = own.first_chunk_frames or self.options.first_chunk_frames
+        later = own.chunk_frames or self.options.chunk_frames
+        ramp = [frames for frames in self.options.ramp_frames if first < frames < later]
         run.state = Decoding(
-            sizes=chain(self.options.ramp_frames, repeat(own.chunk_frames or self.options.chunk_frames)),
-            next_frames=own.first_chunk_frames or self.options.first_chunk_frames,
+            sizes=chain(ramp, repeat(later)),
+            next_frames=first,
             state=self.decoder.start(),
             codes=np.zeros((0, self.decoder.codes), np.int16),
         )

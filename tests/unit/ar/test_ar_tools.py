@@ -13,6 +13,7 @@ from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest, Sampling
 
 CALL = OPEN + '\n{"name": "weather", "arguments": {"city": "Köln"}}\n' + CLOSE
+HALF_PAIR = OPEN + '{"name": "f", "arguments": {"a": "\\ud83d"}}' + CLOSE
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CASES = [
     ("no call at all <tool", "no call at all <tool", 0),
@@ -22,6 +23,7 @@ CASES = [
     (OPEN + "not json" + CLOSE + " x", OPEN + "not json" + CLOSE + " x", 0),
     (OPEN + "[1]" + CLOSE, OPEN + "[1]" + CLOSE, 0),
     (OPEN + '{"name": "f", "arguments": "text"}' + CLOSE, OPEN + '{"name": "f", "arguments": "text"}' + CLOSE, 0),
+    (HALF_PAIR, HALF_PAIR, 0),
     ("a" + CALL[:-3], "a" + CALL[:-3], 0),
     ("< <t <tool_call", "< <t <tool_call", 0),
     (CALL + OPEN + "x" + CLOSE, OPEN + "x" + CLOSE, 1),

@@ -109,8 +109,31 @@ def test_a_ramp_makes_chunks_grow() -> None:
     np.testing.assert_array_equal(drive.audio(events), whole(codes))
     sizes = [e.tensors[0].spec.shape[0] // HOP for e in events if isinstance(e, Output)]
     assert sizes == [1, 2, 4, 8, 16, 25, 4]
-    with pytest.raises(ValueError, match="max_queued_frames"):
-        engine(max_queued_frames=50, ramp_frames=(51,))
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, [4, 8, 16, 25, 25, 22]),
+        ({"first_chunk_frames": 10}, [10, 16, 25, 25, 24]),
+        ({"first_chunk_frames": 8, "chunk_frames": 12}, [8, *[12] * 7, 8]),
+        ({"first_chunk_frames": 30}, [30, 25, 25, 20]),
+        ({"chunk_frames": 3}, [4, *[3] * 32]),
+        ({"chunk_frames": 50}, [4, 8, 16, 50, 22]),
+    ],
+)
+def test_of_the_ramp_a_run_takes_what_lies_between_its_own_chunks(own: dict[str, int], expected: list[int]) -> None:
+    codes = frames(100)
+    codec = engine(first_chunk_frames=4, ramp_frames=(8, 16), chunk_frames=25)
+    events = drive.run_with(codec, fed_run(code2wav=own), [drive.codes_chunk(codes)])
+    np.testing.assert_array_equal(drive.audio(events), whole(codes))
+    assert [e.tensors[0].spec.shape[0] // HOP for e in events if isinstance(e, Output)] == expected
+
+
+@pytest.mark.parametrize("ramp", [(8, 8), (16, 8), (10,), (25,), (8, 30)])
+def test_a_ramp_that_does_not_grow_is_refused(ramp: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="ramp_frames must grow"):
+        engine(ramp_frames=ramp)
 
 
 @pytest.mark.parametrize(
