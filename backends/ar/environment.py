@@ -13,6 +13,12 @@ TORCH_COMPILE_DISABLE      vLLM compiles one helper of `logprobs` at its first u
 VLLM_ENABLE_V1_MULTIPROCESSING  0: the engine lives in the worker's own loop, not in two more processes
 VLLM_USE_V2_MODEL_RUNNER   0, unless set: our hooks have been run on the V1 runner only (see upstream_v2.py)
 VLLM_NO_USAGE_STATS, DO_NOT_TRACK  a worker talks to nobody
+
+With tensor_parallel_size > 1, where every rank is a process of its own (ranks.py):
+
+VLLM_WORKER_MULTIPROC_METHOD   spawn: a forked rank would hold the worker's socket to its stub open
+VLLM_HOST_IP, GLOO_SOCKET_IFNAME  ranks meet on the loopback interface
+VLLM_CPU_OMP_THREADS_BIND      nobind: vLLM would want a NUMA node for each rank; `threads` counts for each
 """
 
 from __future__ import annotations
@@ -32,6 +38,10 @@ def worker_environment(options: Mapping[str, Any], device: str, prefix: Path) ->
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
+    ranks = options.get("tensor_parallel_size", 1)
+    if isinstance(ranks, int) and ranks > 1:  # what is no number is refused when the options are read
+        found |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if device == "cpu" else {}
     if device != "cpu":
         return found
     found |= {"OMP_NUM_THREADS": str(options.get("threads", 1)), "TORCH_COMPILE_DISABLE": "1"}

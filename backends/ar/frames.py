@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The frame engine: an autoregressive stage whose input rows arrive while it runs and whose every step makes a frame.
 
-It is the AR engine's other half: vLLM schedules and computes, a RowStore writes each step's input row, and the model
-predicts the rest of a frame in the step that sampled its first code. What rows are made of is the pipeline's business.
+It is the AR engine's other half: vLLM schedules and computes, a RowStore beside the model runner writes each step's
+input row, and the network predicts the rest of a frame in the step that sampled its first code. What rows are made of
+is the pipeline's business. The engine itself holds no tensor: with several ranks the network is in other processes.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 
+from backends.ar.gate import GatedRun, RowGate
 from backends.ar.load import load_llm
 from backends.ar.options import read_options
 from backends.ar.params import REFUSALS, Defaults, refusal_of, vllm_params
-from backends.ar.rows import RowRun, RowStore
+from backends.ar.rows import Begin, RowStore
 from backends.ar.sampling import stage_sampling
-from backends.ar.upstream import attach_rows, hook_arguments, runner, scheduled
+from backends.ar.upstream import attach_rows, hook_arguments, scheduled
 from backends.core.chunk import Tensor
 from backends.core.engine import Event, Failed, Finished, Run, Send
 from backends.core.errors import BadRequest, StageFailed
@@ -34,11 +38,13 @@ RESIDUAL_STREAM = 0x5EED_0F_C0DE5
 
 @dataclass(slots=True)
 class Taken:
-    """What came of one piece of conditioning: the prompt's rows, once, and rows for later steps."""
+    """What came of one piece of conditioning: the prompt, once, and words for later steps."""
 
-    prompt: torch.Tensor | None = None
-    """(positions, hidden)"""
-    text: Sequence[torch.Tensor] = ()
+    prompt: Any = None
+    """As the network's `prompt_rows` reads it."""
+    length: int = 0
+    """Its rows."""
+    words: Sequence[int] = ()
     positions: tuple[torch.Tensor, int] | None = None
     """M-RoPE positions of the prompt, if they are not 0, 1, 2, …"""
 
@@ -47,32 +53,24 @@ class Conditioning(Protocol):
     """One run's conditioning, model-specific."""
 
     def take(self, inputs: Any, last: bool) -> Taken:
-        """Rows out of what the edge's adapter made of a chunk."""
+        """What the edge's adapter made of a chunk, as the network reads it."""
         ...
 
 
 class FrameModel(Protocol):
-    """The model-specific half of a frame engine.
+    """The model-specific half of a frame engine that needs no network.
 
-    pad_row        text row of steps after the text has ended, (hidden,)
     pad_token      stands for every prompt position; a token that can never be sampled
     end_token      sampled instead of a frame when there is nothing more to say
     sampling       what the model itself recommends
     """
 
-    pad_row: torch.Tensor
     pad_token: int
     end_token: int
     sampling: Mapping[str, Any]
 
     def begin(self, run: Run) -> Conditioning:
         """Conditioning of a new run; raises BadRequest for what can be refused at once."""
-        ...
-
-    def predict(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, generators: Sequence[torch.Generator | None]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See rows.Predict."""
         ...
 
 
@@ -84,7 +82,7 @@ class Speaking:
     key: str
     sampling: Sampling
     conditioning: Conditioning
-    rows: RowRun | None = None
+    rows: GatedRun | None = None
     scheduled: Any = None
     """vLLM's record of the run, once it has started."""
     frames: int = 0
@@ -94,9 +92,14 @@ class FrameEngine:
     """core.engine.Engine that turns rows into frames: Send(codes (frames, books) int16)."""
 
     def __init__(
-        self, context: EngineContext, make: Callable[[Any, Any], FrameModel], needed: Mapping[str, Any]
+        self,
+        context: EngineContext,
+        make: Callable[[Any], FrameModel],
+        network: tuple[str, type],
+        needed: Mapping[str, Any],
     ) -> None:
-        """`make` gets the loaded network and its config; `needed` are EngineArgs the model cannot do without."""
+        """`make` gets the checkpoint's config; `network` (a rows.Network) is the architecture's name and the class;
+        `needed` are EngineArgs that it cannot do without."""
         self.stage = context.stage
         self.options = read_options(context.options, context.stage)
         fixed = {
@@ -105,12 +108,12 @@ class FrameEngine:
             "generation_config": "vllm",  # the checkpoint's is about another of its networks
             "enable_prefix_caching": False,  # prompts are placeholders: all look alike to the cache
         }
-        self.llm = load_llm(self.options, context, hook_arguments(gated=True) | fixed | dict(needed))
+        self.llm = load_llm(self.options, context, hook_arguments(model=network) | fixed | dict(needed))
         self.max_model_len: int = self.llm.model_config.max_model_len
-        self.model = make(runner(self.llm).model, self.llm.model_config.hf_config)
+        self.model = make(self.llm.model_config.hf_config)
         self._defaults = Defaults(self.options.sampling, self.model.sampling, self.llm.model_config.get_vocab_size())
-        self.store = RowStore(self.model.predict)
-        attach_rows(self.llm, self.store)
+        self.gate = RowGate()
+        attach_rows(self.llm, RowStore, self.gate)
         self._live: dict[str, Speaking] = {}
         self._over: list[Speaking] = []
 
@@ -130,8 +133,8 @@ class FrameEngine:
             if last:
                 self._over.append(live)  # there is nothing to say
             return True
-        live.rows.text += taken.text
-        live.rows.text_ended = last
+        if live.key in self._live:  # one that has said all it may leaves the rest of the words
+            self.gate.say(live.key, taken.words, last)
         return True
 
     def stop(self, run: Run) -> None:
@@ -140,7 +143,7 @@ class FrameEngine:
             return
         if self._live.pop(live.key, None) is not None:
             self.llm.abort_request([live.key])
-            del self.store.runs[live.key]
+            self.gate.end(live.key)
         elif live in self._over:
             self._over.remove(live)
 
@@ -167,30 +170,27 @@ class FrameEngine:
 
     # --- inside ---------------------------------------------------------------------------------------------------
     def _can_go_on(self, live: Speaking) -> bool:
-        rows = live.rows
-        assert rows is not None, "a live run has its prompt"
-        rows.paused = live.run.blocked
-        return rows.ready(len(rows.prompt) + len(rows.sums) - 1)
+        assert live.rows is not None, "a live run has its prompt"
+        live.rows.paused = live.run.blocked
+        return live.rows.can_go_on
 
     def _start(self, live: Speaking, taken: Taken) -> None:
-        assert taken.prompt is not None
-        length = len(taken.prompt)
-        room = self.max_model_len - length
+        room = self.max_model_len - taken.length
         if room < 1:
             raise BadRequest(
-                f"the conversation needs {length} positions to be spoken; this deployment takes {self.max_model_len} "
-                "of conversation and speech together",
+                f"the conversation needs {taken.length} positions to be spoken; this deployment takes "
+                f"{self.max_model_len} of conversation and speech together",
                 "messages",
             )
         params = self._params(live.sampling, room, live.key)
-        live.rows = RowRun(taken.prompt, self.model.pad_row, _generator(params, taken.prompt), taken.positions)
-        prompt = TokensPrompt(prompt_token_ids=[self.model.pad_token] * length)
+        prompt = TokensPrompt(prompt_token_ids=[self.model.pad_token] * taken.length)
         try:
             self.llm.add_request(live.key, prompt, params)
         except REFUSALS as error:
             raise refusal_of(error, live.sampling, "messages") from None
         live.scheduled = scheduled(self.llm, live.key)
-        self.store.runs[live.key] = live.rows
+        note = Begin(live.key, taken.prompt, taken.positions, _residual_seed(params))
+        live.rows = self.gate.begin(note, taken.length)
         self._live[live.key] = live
 
     def _params(self, sampling: Sampling, room: int, key: str) -> SamplingParams:
@@ -207,9 +207,10 @@ class FrameEngine:
         events: list[Event] = []
         if good:
             live.frames += len(good)
-            events.append(Send(live.run, (Tensor.of("codes", torch.stack(good).to(torch.int16).numpy()),)))
+            events.append(Send(live.run, (Tensor.of("codes", np.stack(good)),)))
         if output.finished:
-            del self._live[live.key], self.store.runs[live.key]
+            del self._live[live.key]
+            self.gate.end(live.key)
             events.append(self._end(live, made.finish_reason or ""))
         return events
 
@@ -220,13 +221,8 @@ class FrameEngine:
         return Failed(live.run, StageFailed(f"vLLM ended the run: {reason or 'no reason given'}", self.stage))
 
 
-def _generator(params: SamplingParams, like: torch.Tensor) -> torch.Generator | None:
-    """The random numbers of a run's residual codes; None for a greedy run, as its first codes are."""
+def _residual_seed(params: SamplingParams) -> int | None:
+    """Of the random numbers of a run's residual codes, the same in all ranks; None for a greedy run."""
     if params.temperature == 0:
         return None
-    generator = torch.Generator(device=like.device)
-    if params.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(params.seed ^ RESIDUAL_STREAM)
-    return generator
+    return random.getrandbits(63) if params.seed is None else params.seed ^ RESIDUAL_STREAM

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import torch
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from backends.ar.options import ArOptions, checkpoint
+from backends.ar.ranks import check_ranks, watch_ranks
+from backends.ar.upstream import RANK_WORKER
 from backends.core.engine import OptionsError
 from backends.core.pipeline import EngineContext
 
@@ -31,10 +34,16 @@ def load_llm(options: ArOptions, context: EngineContext, needed: Mapping[str, An
             f"stage '{context.stage}' is to run on {context.device}, but the installed vLLM is built for "
             f"{current_platform.device_type}"
         )
-    if needed and "worker_cls" in needed and options.tensor_parallel_size > 1:
-        raise OptionsError(f"stage '{context.stage}': tensor_parallel_size must be 1, its rows live in one process")
+    ranks = options.tensor_parallel_size * options.vllm.get("pipeline_parallel_size", 1)
+    if needed and ranks > options.tensor_parallel_size:
+        raise OptionsError(f"stage '{context.stage}': pipeline_parallel_size must be 1, every rank needs all rows")
+    check_ranks(ranks, torch.cuda.device_count() if context.device == "cuda" else None, context.stage)
     arguments = engine_arguments(options, context) | dict(needed or {})
-    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    if ranks > 1:
+        arguments.setdefault("worker_cls", RANK_WORKER)
+    llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    watch_ranks(llm.model_executor)
+    return llm
 
 
 def engine_arguments(options: ArOptions, context: EngineContext) -> dict[str, Any]:

@@ -1,22 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input rows of runs whose conditioning arrives while they run.
+"""Input rows of runs whose conditioning arrives while they run: one RowStore in every rank, as `hooks.Rows`.
 
 The input of a step is not a token's embedding but a row that the previous frame and the next row of text make
-together. All rows stay, by position: a preempted run computes them again and must find the same ones.
+together. All rows stay, by position: a preempted run computes them again and must find the same ones. What crosses to
+the ranks are notes with ids; each rank makes the rows out of its own network, and all make the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from backends.ar.hooks import Span
 
-Predict = Callable[[torch.Tensor, torch.Tensor, Sequence["torch.Generator | None"]], tuple[torch.Tensor, torch.Tensor]]
-"""(hidden (runs, hidden), tokens (runs,), generators) → frames (runs, books) int64 and their summed embedding
-(runs, hidden). A generator of None means greedy."""
+
+class Network(Protocol):
+    """What a frame model's network makes rows and frames of. All ranks call the same in the same order."""
+
+    pad_text: int
+    """Word that stands for the text of steps after its end."""
+
+    def prompt_rows(self, prompt: Any) -> torch.Tensor:
+        """`Begin.prompt` as rows (positions, hidden)."""
+        ...
+
+    def text_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Words as rows (words, hidden)."""
+        ...
+
+    def predict(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, generators: Sequence[torch.Generator | None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(hidden (runs, hidden), tokens (runs,), generators) → frames (runs, books) int64 and their summed embedding
+        (runs, hidden). A generator of None means greedy."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A note: a run and its prompt, in the network's own form. `seed` None: its residual codes are greedy."""
+
+    key: str
+    prompt: Any
+    positions: tuple[torch.Tensor, int] | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A note: words for the steps after those that have some, one for each."""
+
+    key: str
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A note: the run is over."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """What a step made: one frame for each of `keys`, (runs, books) int16."""
+
+    keys: Sequence[str]
+    frames: np.ndarray
 
 
 @dataclass(eq=False, slots=True)
@@ -29,19 +83,8 @@ class RowRun:
     generator: torch.Generator | None = None
     positions: tuple[torch.Tensor, int] | None = None
     text: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    text_ended: bool = False
-    paused: bool = False
-    """A consumer cannot take more; the run keeps its place."""
-    frames: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    """Frames predicted so far and not taken, each (books,)."""
     sums: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Summed embedding of every frame predicted so far, each (hidden,)."""
-
-    def ready(self, position: int) -> bool:
-        if self.paused:
-            return False
-        step = position - len(self.prompt)
-        return self.text_ended or step < len(self.text)
 
     def row(self, position: int) -> torch.Tensor:
         step = position - len(self.prompt)
@@ -50,14 +93,26 @@ class RowRun:
 
 
 class RowStore:
-    """Rows of all runs, by key; hooks for upstream.Rows."""
+    """Rows of all runs, by key."""
 
-    def __init__(self, predict: Predict) -> None:
-        self._predict = predict
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._pad = network.text_rows([network.pad_text])[0]
+        self._made: Frames | None = None
         self.runs: dict[str, RowRun] = {}
 
-    def ready(self, key: str, position: int) -> bool:
-        return self.runs[key].ready(position)
+    def take(self, notes: Sequence[Any]) -> None:
+        for note in notes:
+            match note:
+                case Begin(key, prompt, positions, seed):
+                    rows = self._network.prompt_rows(prompt)
+                    self.runs[key] = RowRun(rows, self._pad, _generator(seed, rows), positions)
+                case Words(key, token_ids):
+                    self.runs[key].text += self._network.text_rows(token_ids)
+                case End(key):
+                    self.runs.pop(key, None)
+                case _:
+                    raise TypeError(f"unknown note {note!r}")
 
     def positions(self, key: str) -> tuple[torch.Tensor, int] | None:
         return self.runs[key].positions
@@ -73,8 +128,15 @@ class RowStore:
     def sampled(self, keys: Sequence[str], hidden: torch.Tensor, tokens: Sequence[int]) -> None:
         runs = [self.runs[key] for key in keys]
         codes = torch.tensor(tokens, device=hidden.device)
-        frames, sums = self._predict(hidden, codes, [run.generator for run in runs])
-        taken = frames.cpu()
-        for place, run in enumerate(runs):
-            run.frames.append(taken[place])
-            run.sums.append(sums[place])
+        frames, sums = self._network.predict(hidden, codes, [run.generator for run in runs])
+        for run, total in zip(runs, sums, strict=True):
+            run.sums.append(total)
+        self._made = Frames(list(keys), frames.to(torch.int16).cpu().numpy())
+
+    def made(self) -> Frames | None:
+        made, self._made = self._made, None
+        return made
+
+
+def _generator(seed: int | None, like: torch.Tensor) -> torch.Generator | None:
+    return None if seed is None else torch.Generator(device=like.device).manual_seed(seed)

@@ -5,18 +5,20 @@ vLLM has public seams for models and schedulers but none for rows of a step, so 
 
     worker     makes its model runner a HookedRunner
     runner     taps layers, writes input rows, hands over sampled tokens, all inside one step
-    scheduler  does not schedule a run whose next input row has not arrived
+    scheduler  does not schedule a run whose next input row has not arrived; sends the gate's notes to the runners along
+               with the step, and hands over what they made of it
 
 Exercised on the V1 runner of the CPU build. On CUDA the same V1 runner is pinned (environment.py); CUDA graphs see the
 input rows because they are written into the runner's persistent buffer, but no GPU was at hand: untested there. Hooks
 for vLLM's V2 runner, which needs a GPU, are in upstream_v2.py.
-Tensor parallel: taps and rows live in this process, so hooks ask for tensor_parallel_size 1; with more ranks rank 0
-would have to forward them (every rank computes the same rows), which is not written.
+Tensor parallel: with more than one rank all runners live in processes of their own (ranks.py); notes and what was made
+ride on vLLM's own SchedulerOutput and ModelRunnerOutput, so a step costs no message more than without hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pkgutil
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -25,7 +27,8 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from backends.ar import upstream_v2
-from backends.ar.hooks import TAP_LAYERS, Rows, Span, Taps, run_key
+from backends.ar.hooks import MADE, MODEL, NOTES, TAP_LAYERS, Gate, Rows, Span, Taps, is_tapped, put_made, run_key
+from backends.ar.ranks import die_with_worker
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -61,6 +64,11 @@ class HookedRunner:
         else:
             req_state.mrope_positions, req_state.mrope_position_delta = given
 
+    def execute_model(self: Any, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        if self.rows is not None:
+            self.rows.take(getattr(scheduler_output, NOTES, ()))
+        return super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
+
     def _preprocess(self: Any, scheduler_output: Any, num_input_tokens: int, intermediate_tensors: Any = None) -> Any:
         found = super()._preprocess(scheduler_output, num_input_tokens, intermediate_tensors)  # type: ignore[misc]
         if self.rows is not None:
@@ -83,11 +91,8 @@ class HookedRunner:
             if took:
                 hidden = state.sample_hidden_states[took]
                 self.rows.sampled([spans[i].key for i in took], hidden, [tokens[i][0] for i in took])
+        put_made(out, self.taps or self.rows)
         return out
-
-    def features(self: Any, key: str) -> list[Any]:
-        """vLLM's features of the media in a run's prompt."""
-        return next(state for state in self.requests.values() if run_key(state) == key).mm_features
 
     def spans(self: Any, scheduler_output: Any) -> list[Span]:
         """The step's rows by run, in the order of the batch."""
@@ -96,7 +101,8 @@ class HookedRunner:
         for place, request in enumerate(self.input_batch.req_ids):
             count = scheduler_output.num_scheduled_tokens[request]
             position = int(self.input_batch.num_computed_tokens_cpu[place])
-            found.append(Span(run_key(self.requests[request]), position, start, count))
+            state = self.requests[request]
+            found.append(Span(run_key(state), position, start, count, is_tapped(state)))
             start += count
         return found
 
@@ -109,10 +115,24 @@ RUNNERS: dict[str, type] = {
 """Hooks by the module of the platform's runner."""
 
 
-class HookedWorker(Worker):  # pyright: ignore[reportGeneralTypeIssues]
+class RankWorker(Worker):  # pyright: ignore[reportGeneralTypeIssues]
+    """The platform's worker, of one rank; it never outlives the engine worker it belongs to."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        die_with_worker()
+        super().__init__(*args, **kwargs)
+
+
+RANK_WORKER = f"{__name__}.{RankWorker.__name__}"
+
+
+class HookedWorker(RankWorker):
     """The platform's worker, with a HookedRunner."""
 
     def init_device(self) -> None:
+        model = self.vllm_config.additional_config.get(MODEL)
+        if model is not None:
+            register_model(model[0], pkgutil.resolve_name(model[1]))
         super().init_device()
         kind = type(self.model_runner)
         hooks = RUNNERS.get(kind.__module__)
@@ -120,67 +140,88 @@ class HookedWorker(Worker):  # pyright: ignore[reportGeneralTypeIssues]
             raise RuntimeError(f"there are no hooks for vLLM's {kind.__module__}.{kind.__name__}")
         self.model_runner.__class__ = type(f"Hooked{kind.__name__}", (hooks, kind), {})  # type: ignore[assignment]
 
+    def attach_taps(self, taps: Taps) -> None:
+        """Called in every rank. All hold the same hidden rows, so the first one's are taken."""
+        if self.rank == 0:
+            self.model_runner.taps = taps  # pyright: ignore[reportAttributeAccessIssue]
 
-class GatedScheduler(Scheduler):
+    def attach_rows(self, make: Callable[[Any], Rows]) -> None:
+        """Called in every rank: makes its rows out of its part of the network."""
+        self.model_runner.rows = make(self.model_runner.get_model())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class HookedScheduler(Scheduler):
     """Leaves out runs whose next input row is missing; they keep their blocks and their place."""
 
-    rows: Rows | None = None
+    gate: Gate | None = None
+    came: Callable[[Any], None] | None = None
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self.rows is None:
+        if self.gate is None:
             return super().schedule(*args, **kwargs)
         for request in self.running:
-            if not self.rows.ready(run_key(request), request.num_tokens - 1):
+            if not self.gate.ready(run_key(request), request.num_tokens - 1):
                 request.next_decode_eligible_step = self.current_step + 2  # schedule() counts up first
         # a preempted run computes all its rows again, the missing one too
-        held = [r for r in self.waiting if not self.rows.ready(run_key(r), r.num_tokens - 1)]
+        held = [r for r in self.waiting if not self.gate.ready(run_key(r), r.num_tokens - 1)]
         self.waiting.remove_requests(held)
         try:
-            return super().schedule(*args, **kwargs)
+            output = super().schedule(*args, **kwargs)
         finally:
             for request in reversed(held):
                 self.waiting.prepend_request(request)
+        setattr(output, NOTES, self.gate.notes())
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        made = getattr(model_runner_output, MADE, None)
+        if made is not None and self.came is not None:
+            self.came(made)
+        return super().update_from_output(scheduler_output, model_runner_output)
 
 
-def hook_arguments(tap_layers: Sequence[int] = (), gated: bool = False) -> dict[str, Any]:
-    """EngineArgs of an engine with hooks."""
-    found: dict[str, Any] = {
+def hook_arguments(tap_layers: Sequence[int] = (), model: tuple[str, type] | None = None) -> dict[str, Any]:
+    """EngineArgs of an engine with hooks; `model` is an out-of-tree model and its architecture's name."""
+    config: dict[str, Any] = {TAP_LAYERS: tuple(tap_layers)}
+    if model is not None:
+        register_model(*model)
+        config[MODEL] = (model[0], f"{model[1].__module__}:{model[1].__qualname__}")
+    return {
         "worker_cls": f"{__name__}.{HookedWorker.__name__}",
-        "additional_config": {TAP_LAYERS: tuple(tap_layers)},
+        "scheduler_cls": HookedScheduler,
+        "additional_config": config,
         "async_scheduling": False,  # the next row depends on the token that was just sampled
     }
-    return found | {"scheduler_cls": GatedScheduler} if gated else found
-
-
-def runner(llm: LLMEngine) -> Any:
-    """The model runner of an engine that lives in this process."""
-    executor: Any = llm.model_executor
-    return executor.driver_worker.worker.model_runner
-
-
-def media_features(llm: LLMEngine, key: str) -> list[Any]:
-    """vLLM's features of the media in a run's prompt, by position; asked in the step that answered it first."""
-    return sorted(runner(llm).features(key), key=lambda feature: feature.mm_position.offset)
-
-
-def scheduled(llm: LLMEngine, key: str) -> Any:
-    """The scheduler's own record of a run that was just added; it counts `num_preemptions`."""
-    core: Any = llm.engine_core
-    return next(request for request in core.engine_core.scheduler.requests.values() if run_key(request) == key)
-
-
-def attach_taps(llm: LLMEngine, taps: Taps) -> None:
-    """From now on `taps` sees every step."""
-    runner(llm).taps = taps
-
-
-def attach_rows(llm: LLMEngine, rows: Rows) -> None:
-    """From now on `rows` writes and reads every step, and holds back runs that are not ready."""
-    core: Any = llm.engine_core
-    core.engine_core.scheduler.rows = rows
-    runner(llm).rows = rows
 
 
 def register_model(architecture: str, model: type) -> None:
     """Make an out-of-tree model known; by its class, since a name would cost a process to look at it."""
     ModelRegistry.register_model(architecture, model)
+
+
+def scheduled(llm: LLMEngine, key: str) -> Any:
+    """The scheduler's own record of a run that was just added; it counts `num_preemptions`."""
+    return next(request for request in _scheduler(llm).requests.values() if run_key(request) == key)
+
+
+def media_features(record: Any) -> list[Any]:
+    """vLLM's features of the media in a run's prompt, by position; `record` is the scheduler's."""
+    return sorted(record.mm_features, key=lambda feature: feature.mm_position.offset)
+
+
+def attach_taps(llm: LLMEngine, taps: Taps, came: Callable[[Any], None]) -> None:
+    """From now on a copy of `taps` sees every step, and `came` gets what it made of it."""
+    _scheduler(llm).came = came
+    llm.collective_rpc("attach_taps", args=(taps,))
+
+
+def attach_rows(llm: LLMEngine, make: Callable[[Any], Rows], gate: Gate) -> None:
+    """From now on rows that `make` makes of each rank's network take part in every step, and `gate` holds back runs."""
+    scheduler = _scheduler(llm)
+    scheduler.gate, scheduler.came = gate, gate.came
+    llm.collective_rpc("attach_rows", args=(make,))
+
+
+def _scheduler(llm: LLMEngine) -> Any:
+    core: Any = llm.engine_core
+    return core.engine_core.scheduler

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from backends.ar.hooks import TAP_LAYERS, Rows, Span, Taps, run_key
+from backends.ar.hooks import NOTES, TAP_LAYERS, Rows, Span, Taps, is_tapped, put_made, run_key
 
 
 class HookedRunner:
@@ -23,9 +23,11 @@ class HookedRunner:
     rows: Rows | None = None
     keys: dict[str, str]
     """vLLM's request id → our key of the run"""
+    tapped: set[str]
+    """vLLM's ids of requests whose rows the taps are to see"""
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.keys = {}
+        self.keys, self.tapped = {}, set()
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         layers = self.vllm_config.additional_config.get(TAP_LAYERS, ())
         if layers:  # before CUDA graphs are captured
@@ -37,12 +39,16 @@ class HookedRunner:
 
     def add_requests(self: Any, scheduler_output: Any) -> None:
         self.keys |= {new.req_id: run_key(new) for new in scheduler_output.scheduled_new_reqs}
+        self.tapped |= {new.req_id for new in scheduler_output.scheduled_new_reqs if is_tapped(new)}
+        if self.rows is not None:
+            self.rows.take(getattr(scheduler_output, NOTES, ()))
         super().add_requests(scheduler_output)  # type: ignore[misc]
 
     def _remove_request(self: Any, req_id: str) -> bool:
         removed = super()._remove_request(req_id)  # type: ignore[misc]
         if removed:
             del self.keys[req_id]
+            self.tapped.discard(req_id)
         return removed
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
@@ -51,7 +57,10 @@ class HookedRunner:
             total = state.input_batch.num_tokens
             layers = [rows[:total] for rows in state.aux_hidden_states]
             self.taps.tapped(self.spans(state.input_batch), state.input_batch.input_ids[:total], layers)
-        return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        out = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        held = getattr(out, "model_runner_output", out)  # an AsyncOutput, which still waits for its copies
+        put_made(held, self.taps or self.rows)
+        return out
 
     def sample(self: Any, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
         found = super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
@@ -64,16 +73,17 @@ class HookedRunner:
                 self.rows.sampled(keys, hidden_states[input_batch.logits_indices[took]], tokens)
         return found
 
-    def features(self: Any, key: str) -> list[Any]:
-        """vLLM's features of the media in a run's prompt."""
-        request = next(request for request, its in self.keys.items() if its == key)
-        return self.encoder_cache.mm_features[request]
-
     def spans(self: Any, input_batch: Any) -> list[Span]:
         """The step's rows by run, in the order of the batch."""
         starts, positions = input_batch.query_start_loc_np, input_batch.num_computed_tokens_np
         return [
-            Span(self.keys[request], int(positions[i]), int(starts[i]), int(starts[i + 1] - starts[i]))
+            Span(
+                self.keys[request],
+                int(positions[i]),
+                int(starts[i]),
+                int(starts[i + 1] - starts[i]),
+                request in self.tapped,
+            )
             for i, request in enumerate(input_batch.req_ids)
         ]
 

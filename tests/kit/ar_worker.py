@@ -13,9 +13,9 @@ from backends.ar.environment import worker_environment
 from tests.kit.gpu import BUILD
 
 
-def become_ar_worker() -> None:
-    """Set the worker's variables here; skips the test module where there is no vLLM."""
-    for name, value in worker_environment({}, BUILD, Path(sys.prefix)).items():
+def become_ar_worker(**options: int) -> None:
+    """Set the variables of a worker with these engine options; skips the test module where there is no vLLM."""
+    for name, value in worker_environment(options, BUILD, Path(sys.prefix)).items():
         if name != "LD_PRELOAD":  # too late for a process that runs already
             os.environ.setdefault(name, value)
     pytest.importorskip("vllm", reason="needs the engine environment (make setup)")

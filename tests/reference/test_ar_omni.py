@@ -140,7 +140,7 @@ def test_stopped_at_any_time_everything_is_free_again(chain, reference, turns):
     chain.run()
     check(other, reference[5])
     assert free_blocks(chain) == free
-    assert not chain.engines["talker"].store.runs
+    assert not chain.engines["talker"].gate.runs
     assert not any(engine.busy for engine in chain.engines.values())
 
 

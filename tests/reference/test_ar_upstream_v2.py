@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="needs the engine environment (make 
 def new(request, key):
     return SimpleNamespace(
         req_id=request,
-        sampling_params=SimpleNamespace(extra_args={"omni_run": key}),
+        sampling_params=SimpleNamespace(extra_args={"omni_run": key}, skip_reading_prefix_cache=key == "A"),
         prefill_token_ids=[0] * 5,
     )
 
@@ -49,7 +49,6 @@ class Runner:
         self.model_state = State()
         self.layers = ()
         self.model = SimpleNamespace(set_aux_hidden_state_layers=self.set_layers)
-        self.encoder_cache = SimpleNamespace(mm_features={"a": ["feature"]})
         self.batch = SimpleNamespace(
             req_ids=["a", "b"],
             num_tokens=4,
@@ -76,14 +75,24 @@ class Runner:
         return SimpleNamespace(sampled_token_ids=torch.tensor([[11], [12]])), torch.tensor([0, 1]), None
 
     def sample_tokens(self, grammar):
-        return self.sample(torch.arange(8.0).view(4, 2), self.batch, grammar)
+        self.sample(torch.arange(8.0).view(4, 2), self.batch, grammar)
+        return SimpleNamespace(model_runner_output=SimpleNamespace())
 
 
 class Seen:
     """backends.ar.hooks.Taps and Rows that keep what they are given."""
 
+    def __init__(self):
+        self.notes = []
+
+    def take(self, notes):
+        self.notes += notes
+
+    def made(self):
+        return "made"
+
     def tapped(self, spans, token_ids, layers):
-        self.taps = [(s.key, s.position, s.start, s.count) for s in spans], token_ids.tolist(), layers[0].shape
+        self.taps = [dataclasses.astuple(span) for span in spans], token_ids.tolist(), layers[0].shape
 
     def positions(self, key):
         return (torch.arange(3).expand(3, -1) * 2, 4) if key == "A" else None
@@ -103,18 +112,20 @@ def runner():
     hooked = type("Hooked", (HookedRunner, Runner), {})()
     hooked.load_model()
     hooked.taps = hooked.rows = Seen()
-    hooked.add_requests(SimpleNamespace(scheduled_new_reqs=[new("a", "A"), new("b", "B")]))
+    hooked.add_requests(SimpleNamespace(scheduled_new_reqs=[new("a", "A"), new("b", "B")], omni_notes=["note"]))
     return hooked
 
 
 def test_layers_are_tapped_by_run(runner):
     assert runner.layers == (3,) and runner.use_aux_hidden_state_outputs
     runner.execute_model_state = SimpleNamespace(input_batch=runner.batch, aux_hidden_states=[torch.zeros(6, 2)])
-    runner.sample_tokens(None)
-    assert runner.taps.taps == ([("A", 0, 0, 3), ("B", 7, 3, 1)], [0, 1, 2, 3], (4, 2))
+    out = runner.sample_tokens(None)
+    assert runner.taps.taps == ([("A", 0, 0, 3, True), ("B", 7, 3, 1, False)], [0, 1, 2, 3], (4, 2))
+    assert out.model_runner_output.omni_made == "made"
 
 
 def test_rows_go_in_and_sampled_tokens_come_out(runner):
+    assert runner.rows.notes == ["note"]
     assert runner.model_state.prepare_inputs_embeds({}, runner.batch, None)[:, 0].tolist() == [1, 1, 1, 8]
     runner.execute_model_state = None
     runner.sample_tokens(None)
@@ -129,10 +140,10 @@ def test_given_positions_go_on_behind_the_prompt(runner):
 
 
 def test_requests_are_forgotten(runner):
-    assert runner.features("A") == ["feature"]
+    assert runner.tapped == {"a"}
     runner._remove_request("a")
     runner._remove_request("unknown")
-    assert runner.keys == {"b": "B"}
+    assert runner.keys == {"b": "B"} and not runner.tapped
 
 
 def arguments(function):
@@ -152,7 +163,7 @@ def test_what_is_held_on_to_exists():
         (upstream_v2.HookedModelState, DefaultModelState),
     ):
         for name, ours in inspect.getmembers(hooks, inspect.isfunction):
-            if name in ("spans", "features"):
+            if name == "spans":
                 assert not hasattr(theirs, name)
             elif name != "load_model":
                 assert arguments(ours) == arguments(getattr(theirs, name))

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import DynamicCache
@@ -35,8 +37,22 @@ def talker_config(config: Any) -> Any:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class PromptParts:
+    """What a run's prompt is made of: one word per row, codec ids added to the last rows, and media in place of some.
+
+    media_places, media   rows that pictures and sounds take, and the thinker's hidden rows for them, (places, hidden)
+    """
+
+    token_ids: list[int]
+    codec_ids: list[int]
+    media_places: list[int]
+    media: np.ndarray | None
+
+
 class TalkerNetwork(nn.Module, SupportsPP, SupportsMRoPE):
-    """Qwen3-Omni's talker. It also holds the thinker's word embeddings: text arrives as token ids."""
+    """Qwen3-Omni's talker, a backends.ar.rows.Network. It also holds the thinker's word embeddings: text arrives as
+    token ids. With several ranks only the decoder and the codec embeddings are spread; the rest is in each whole."""
 
     banned: torch.Tensor
     """(vocabulary,) bool: codes that are never sampled"""
@@ -56,6 +72,7 @@ class TalkerNetwork(nn.Module, SupportsPP, SupportsMRoPE):
         config = vllm_config.model_config.hf_config
         text = config.text_config
         self.config = config
+        self.pad_text: int = config.tts_pad_token_id
         self.model = MoeDecoder(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.codec_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
         self.word_embedding = nn.Embedding(config.text_vocab_size, config.thinker_hidden_size)
@@ -98,6 +115,15 @@ class TalkerNetwork(nn.Module, SupportsPP, SupportsMRoPE):
         return self.text_projection(self.word_embedding(ids))
 
     @torch.no_grad()
+    def prompt_rows(self, prompt: PromptParts) -> torch.Tensor:
+        """A prompt as the talker reads it, (positions, hidden)."""
+        rows = self.text_rows(prompt.token_ids)
+        if prompt.media is not None:
+            rows[prompt.media_places] = self.media_rows(torch.from_numpy(prompt.media))
+        rows[-len(prompt.codec_ids) :] += self.codec_rows(prompt.codec_ids)
+        return rows
+
+    @torch.no_grad()
     def media_rows(self, hidden: torch.Tensor) -> torch.Tensor:
         """The thinker's hidden rows of media positions as the talker reads them, (positions, hidden)."""
         return self.hidden_projection(hidden.to(self.banned.device, self.codec_head.weight.dtype))
@@ -111,7 +137,7 @@ class TalkerNetwork(nn.Module, SupportsPP, SupportsMRoPE):
     def predict(
         self, hidden: torch.Tensor, tokens: torch.Tensor, generators: Sequence[torch.Generator | None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Residual codes of the frames that `tokens` begin; see backends.ar.rows.Predict."""
+        """Residual codes of the frames that `tokens` begin; see backends.ar.rows.Network."""
         predictor = self.code_predictor
         cache = DynamicCache(config=predictor.config)
         first = self.model.embed_input_ids(tokens)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage `talker`: what the thinker reads and writes → rows → frames of codes, while the thinker still writes."""
+"""Stage `talker`: what the thinker reads and writes → frames of codes, while the thinker still writes.
+
+What a row is made of is decided here, by ids; the network makes the rows (network.py).
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,19 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoePreTrainedModelForConditionalGeneration as OmniModel,
 )
 
 from backends.ar.frames import FrameEngine, Taken
-from backends.ar.upstream import register_model
 from backends.core.engine import Run
 from backends.core.errors import BadRequest, StageFailed
 from backends.core.pipeline import EngineContext
 from backends.pipelines.qwen3_omni.adapters import Piece
 from backends.pipelines.qwen3_omni.checkpoints import speaking_config
-from backends.pipelines.qwen3_omni.network import ARCHITECTURE, TalkerNetwork, talker_config
+from backends.pipelines.qwen3_omni.network import ARCHITECTURE, PromptParts, TalkerNetwork, talker_config
 
 HEADER_TOKENS = 3  # <|im_start|> assistant \n: read, never spoken
 DEFAULT_VOICE = "Ethan"  # transformers' default
@@ -30,8 +33,7 @@ SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty":
 def make_talker(context: EngineContext) -> FrameEngine:
     """The engine of stage `talker`."""
     speaking_config(context)
-    register_model(ARCHITECTURE, TalkerNetwork)
-    return FrameEngine(context, Talker, {"hf_overrides": talker_config})
+    return FrameEngine(context, Talker, (ARCHITECTURE, TalkerNetwork), {"hf_overrides": talker_config})
 
 
 class Talker:
@@ -39,15 +41,12 @@ class Talker:
 
     sampling: Mapping[str, Any] = SAMPLING
 
-    def __init__(self, network: TalkerNetwork, config: Any) -> None:
-        self.network = network
+    def __init__(self, config: Any) -> None:
         self.config = config
         self.speakers: dict[str, int] = {name.lower(): code for name, code in config.speaker_id.items()}
-        self.bos_row, self.eos_row, self.pad_row = network.text_rows(
-            [config.tts_bos_token_id, config.tts_eos_token_id, config.tts_pad_token_id]
-        )
         self.pad_token: int = config.codec_pad_id
         self.end_token: int = config.codec_eos_token_id
+        self.end_word: int = config.tts_eos_token_id
         self._rope: Any = RopeIndex(config)
         self.media_ids = frozenset((config.audio_token_id, config.image_token_id, config.video_token_id))
 
@@ -59,35 +58,22 @@ class Talker:
             )
         return Conversation(self, self.speakers[name])
 
-    def predict(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, generators: Sequence[torch.Generator | None]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.network.predict(hidden, tokens, generators)
-
-    def prompt_rows(self, prompt: Piece, first_word: int, speaker: int) -> torch.Tensor:
-        """Rows of everything users said, and of the header of the answer that ends in its first word."""
-        header = self._header(prompt.prompt_ids)
-        names = self.config
-        text = torch.cat(
-            [
-                self.network.text_rows(prompt.prompt_ids[header : header + HEADER_TOKENS]),
-                self.pad_row.expand(4, -1),
-                self.bos_row[None],
-                self.network.text_rows([first_word]),
-            ]
+    def parts(self, prompt: Piece, first_word: int, speaker: int) -> PromptParts:
+        """Everything users said, and the header of the answer that ends in its first word."""
+        ids, names = prompt.prompt_ids, self.config
+        header = self._header(ids)
+        places = self.user_places(ids)
+        codes = [names.codec_nothink_id, names.codec_think_bos_id, names.codec_think_eos_id]
+        media_places, media = self._media(prompt, places)
+        return PromptParts(
+            [ids[place] for place in places]
+            + ids[header : header + HEADER_TOKENS]
+            + [names.tts_pad_token_id] * 4
+            + [names.tts_bos_token_id, first_word],
+            [*codes, speaker, names.codec_pad_id, names.codec_bos_id],
+            media_places,
+            media,
         )
-        codec = self.network.codec_rows(
-            [
-                names.codec_nothink_id,
-                names.codec_think_bos_id,
-                names.codec_think_eos_id,
-                speaker,
-                names.codec_pad_id,
-                names.codec_bos_id,
-            ]
-        )
-        text[HEADER_TOKENS:] += codec
-        return torch.cat([self._user_rows(prompt), text])
 
     def positions(self, prompt: Piece, length: int) -> tuple[torch.Tensor, int] | None:
         """Positions (3, length) of the prompt's rows if it shows pictures; sounds alone count like words."""
@@ -130,19 +116,18 @@ class Talker:
                 places.append(place)
         return places
 
-    def _user_rows(self, prompt: Piece) -> torch.Tensor:
+    def _media(self, prompt: Piece, places: Sequence[int]) -> tuple[list[int], np.ndarray | None]:
+        """Which of `places` are media's, and their hidden rows."""
         ids = prompt.prompt_ids
-        places = self.user_places(ids)
-        rows = self.network.text_rows([ids[place] for place in places])
         media = [k for k, place in enumerate(places) if ids[place] in self.media_ids]
-        if media:
-            everywhere = [place for place, token in enumerate(ids) if token in self.media_ids]
-            if prompt.media is None or len(prompt.media) != len(everywhere):
-                raise StageFailed("hidden rows of media positions are missing", "thinker->talker")
-            at = {place: k for k, place in enumerate(everywhere)}
-            hidden = torch.from_numpy(prompt.media)[[at[places[k]] for k in media]]
-            rows[media] = self.network.media_rows(hidden)
-        return rows
+        if not media:
+            return [], None
+        everywhere = [place for place, token in enumerate(ids) if token in self.media_ids]
+        wanted = (len(everywhere), self.config.thinker_hidden_size)
+        if prompt.media is None or prompt.media.shape != wanted:
+            raise StageFailed("hidden rows of media positions are missing", "thinker->talker")
+        at = {place: k for k, place in enumerate(everywhere)}
+        return media, prompt.media[[at[places[k]] for k in media]]
 
 
 class RopeIndex:
@@ -180,10 +165,8 @@ class Conversation:
             if self._prompt is None:
                 raise StageFailed("words came before the prompt", "thinker->talker")
             self._started = True
-            taken.prompt = self._talker.prompt_rows(self._prompt, words.pop(0), self._speaker)
-            taken.positions = self._talker.positions(self._prompt, len(taken.prompt))
-        if words:
-            taken.text = list(self._talker.network.text_rows(words))
-        if last:
-            taken.text = [*taken.text, self._talker.eos_row]
+            taken.prompt = parts = self._talker.parts(self._prompt, words.pop(0), self._speaker)
+            taken.length = len(parts.token_ids)
+            taken.positions = self._talker.positions(self._prompt, taken.length)
+        taken.words = [*words, self._talker.end_word] if last else words
         return taken

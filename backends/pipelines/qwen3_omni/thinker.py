@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from backends.ar import tools
 from backends.ar.engine import ArEngine, Live, RequestOutput
-from backends.ar.hooks import Span
+from backends.ar.taps import Tapped, TokenTaps
 from backends.ar.upstream import attach_taps, hook_arguments, media_features
 from backends.core.chunk import Tensor
 from backends.core.engine import OptionsError, Send
@@ -30,34 +29,22 @@ def make_thinker(context: EngineContext) -> ArEngine:
     if layer <= deep:  # there vLLM's rows already hold what the next layers add for pictures, transformers' do not
         raise OptionsError(f"accept_hidden_layer is {layer}; it must come after the {deep} layers that read pictures")
     needed = hook_arguments([layer])
-    engine = ArEngine(context, ChatPrompts, lambda live, output: to_talker(engine, live, output, *tags), needed)
+    engine = ArEngine(context, ChatPrompts, lambda live, output: to_talker(live, output, *tags), needed)
     tags: list[int] = engine.llm.renderer.get_tokenizer().convert_tokens_to_ids([tools.OPEN, tools.CLOSE])
     media_ids = [thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id]
-    attach_taps(engine.llm, MediaRows(engine.live, media_ids))
+    attach_taps(engine.llm, TokenTaps(media_ids), lambda tapped: keep_media(engine.live, tapped))
     return engine
 
 
-class MediaRows:
-    """Keeps the accept layer's rows of media positions with their run until its prompt is complete."""
-
-    def __init__(self, live: dict[str, Live], media_ids: Sequence[int]) -> None:
-        self._live = live
-        self._media_ids = torch.tensor(media_ids)
-
-    def tapped(self, spans: Sequence[Span], token_ids: torch.Tensor, layers: Sequence[torch.Tensor]) -> None:
-        wanted = torch.isin(token_ids, self._media_ids.to(token_ids.device))
-        if not wanted.any():
-            return
-        for span in spans:
-            live = self._live.get(span.key)
-            if live is None or not live.run.feeds or live.completion_tokens:  # sent; preempted, it comes here again
-                continue
-            places = wanted[span.start : span.start + span.count].nonzero()[:, 0].tolist()
-            rows = layers[0][[span.start + place for place in places]].float().cpu()
-            live.hidden |= {span.position + place: row for place, row in zip(places, rows, strict=True)}
+def keep_media(runs: Mapping[str, Live], tapped: Sequence[Tapped]) -> None:
+    """Keep the accept layer's rows of media positions with their run until its prompt is complete."""
+    for key, positions, rows in tapped:
+        live = runs.get(key)
+        if live is not None and not live.completion_tokens:  # else they are sent; preempted, it comes here again
+            live.hidden |= zip(positions, rows, strict=True)
 
 
-def to_talker(engine: ArEngine, live: Live, output: RequestOutput, call_begins: int, call_ends: int) -> Iterable[Send]:
+def to_talker(live: Live, output: RequestOutput, call_begins: int, call_ends: int) -> Iterable[Send]:
     """The new words, and with the first ones the prompt. The last token, whatever it is, is never spoken."""
     words = list(output.outputs[0].token_ids)
     is_first = live.completion_tokens == len(words)
@@ -71,10 +58,10 @@ def to_talker(engine: ArEngine, live: Live, output: RequestOutput, call_begins: 
         assert output.prompt_token_ids is not None, "vLLM names the prompt in every output"
         tensors.append(_ids("prompt_ids", output.prompt_token_ids))
         if live.hidden:
-            rows = torch.stack([live.hidden[place] for place in sorted(live.hidden)])
-            tensors.append(Tensor.of("media", rows.numpy()))
+            rows = np.stack([live.hidden[place] for place in sorted(live.hidden)])
+            tensors.append(Tensor.of("media", rows))
             live.hidden.clear()
-            meta = media_shapes(media_features(engine.llm, live.key))
+            meta = media_shapes(media_features(live.scheduled))
     if words:
         tensors.append(_ids("token_ids", words))
     return (Send(live.run, tuple(tensors), meta),) if tensors else ()

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two halves of runs whose rows arrive: the worker's gate, and a store of rows in two ranks that read its notes."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the engine environment (make setup)")
+
+from backends.ar.gate import RowGate  # noqa: E402
+from backends.ar.hooks import Span  # noqa: E402
+from backends.ar.rows import Begin, End, RowStore, Words  # noqa: E402
+
+KEY = "run"
+
+
+class Network:
+    """backends.ar.rows.Network whose rows are their own ids; a frame is its token and, drawn or not, a second code."""
+
+    pad_text = 1000
+
+    def prompt_rows(self, prompt):
+        return self.text_rows(prompt)
+
+    def text_rows(self, token_ids):
+        return torch.tensor(token_ids, dtype=torch.float32)[:, None].expand(-1, 2).clone()
+
+    def predict(self, hidden, tokens, generators):
+        drawn = [7 if g is None else int(torch.randint(100, (1,), generator=g)) for g in generators]
+        frames = torch.stack([tokens, torch.tensor(drawn)], 1)
+        return frames, frames.sum(1)[:, None].expand(-1, 2) / 1e6
+
+
+def step(gate, ranks, position, token):
+    """One run's step at `position`, as vLLM makes it: every rank is told the same and fills the same row."""
+    assert gate.ready(KEY, position)
+    notes = pickle.dumps(gate.notes())
+    filled = []
+    for rank in ranks:
+        rank.take(pickle.loads(notes))
+        rows = torch.zeros(1, 2)
+        rank.fill([Span(KEY, position, 0, 1)], rows)
+        rank.sampled([KEY], rows, [token])
+        filled.append(rows[0, 0].item())
+    made = [rank.made() for rank in ranks]
+    assert all((m.keys, m.frames.tolist()) == (made[0].keys, made[0].frames.tolist()) for m in made)
+    gate.came(pickle.loads(pickle.dumps(made[0])))
+    assert filled[1:] == filled[:-1]
+    return filled[0]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_rows_are_made_of_the_frame_before_and_the_words_as_they_come(seed):
+    gate, ranks = RowGate(), [RowStore(Network()), RowStore(Network())]
+    run = gate.begin(Begin(KEY, [5], seed=seed), 1)
+    assert step(gate, ranks, 0, 40) == 5
+    assert not run.can_go_on, "its next word is missing"
+    gate.say(KEY, [6, 8], last=False)
+    assert [int(step(gate, ranks, 1, 41)), int(step(gate, ranks, 2, 42))] == [6, 8]
+    assert not run.can_go_on
+    gate.say(KEY, [], last=True)
+    assert int(step(gate, ranks, 3, 43)) == Network.pad_text
+    assert [frame[0] for frame in run.frames] == [40, 41, 42, 43]
+    assert run.steps == 4
+    run.paused = True
+    assert not run.can_go_on
+
+
+def test_a_preempted_run_finds_the_same_rows():
+    gate, rank = RowGate(), RowStore(Network())
+    gate.begin(Begin(KEY, [5, 6]), 2)
+    gate.say(KEY, [7, 8], last=True)
+    rank.take(gate.notes())
+    for token in (40, 41):
+        rank.sampled([KEY], torch.zeros(1, 2), [token])
+    again = torch.zeros(4, 2)
+    rank.fill([Span(KEY, 0, 0, 4)], again)
+    assert again[:, 0].tolist() == pytest.approx([5, 6, 7 + 47e-6, 8 + 48e-6])
+
+
+def test_a_run_that_ends_before_a_step_costs_the_ranks_nothing():
+    gate, rank = RowGate(), RowStore(Network())
+    gate.begin(Begin(KEY, [5]), 1)
+    gate.say(KEY, [6], last=False)
+    gate.begin(Begin("other", [5]), 1)
+    gate.end(KEY)
+    notes = gate.notes()
+    assert [type(note) for note in notes] == [Begin, End]
+    rank.take(notes)
+    assert list(rank.runs) == ["other"] and list(gate.runs) == ["other"]
+    assert gate.notes() == []
+
+
+def test_notes_are_known():
+    with pytest.raises(TypeError, match="unknown note"):
+        RowStore(Network()).take(["what"])
+    with pytest.raises(KeyError):
+        RowStore(Network()).take([Words("nobody", [1])])
