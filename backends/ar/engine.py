@@ -7,6 +7,7 @@ steps. This module knows no model: what a request's prompt looks like comes from
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,15 +19,17 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from backends.ar.grammars import cancel_compiling, is_compiling, when_compiled
 from backends.ar.load import load_llm
 from backends.ar.options import read_options
-from backends.ar.params import REFUSALS, Defaults, refusal_of, vllm_params
+from backends.ar.params import REFUSALS, Defaults, is_refused, refusal_of, vllm_params
 from backends.ar.sampling import check_max_tokens, stage_sampling
 from backends.ar.schemas import check_schema
 from backends.ar.tools import ANY, CallScanner, check_tools, forced_calls
 from backends.ar.upstream import scheduled
 from backends.core.engine import Event, Failed, Finished, Output, Run, Send
-from backends.core.errors import BadRequest, OmniError, StageFailed
+from backends.core.errors import BadRequest, ErrorInfo, OmniError, StageFailed
 from backends.core.generate import Sampling
 from backends.core.pipeline import EngineContext
+
+log = logging.getLogger("triton_omni.ar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,7 @@ class ArEngine:
             assert isinstance(output, RequestOutput), "pooling requests are never added"
             live = self.live.get(output.request_id)
             if live is not None:
-                events += self._events(live, output)
+                events += self._made_of(live, output)
         return events
 
     @property
@@ -206,7 +209,7 @@ class ArEngine:
             # vLLM serves low numbers first, our requests say high for urgent
             self.llm.add_request(live.key, inputs, params, priority=-live.run.request.priority if honours else 0)
         except REFUSALS as error:
-            raise refusal_of(error, live.sampling, live.grammar_field or "messages") from None
+            raise refusal_of(error, live.sampling, self._at_fault(params, live)) from None
         live.scheduled = scheduled(self.llm, live.key)
         self.live[live.key] = live
         when_compiled(live.scheduled, self._wake)
@@ -215,7 +218,25 @@ class ArEngine:
         grammar = forced_calls(live.run.request.tools, live.run.request.tool_choice)
         return vllm_params(live.sampling, self._defaults, room=room, key=live.key, grammar=grammar)
 
+    def _at_fault(self, params: SamplingParams, live: Live) -> str:
+        """The field that a refusal without a name is about: what vLLM does not refuse alone is in order."""
+        plain = params.clone()
+        plain.structured_outputs = None
+        if is_refused(self.llm, plain):
+            return "sampling"
+        return live.grammar_field if is_refused(self.llm, params) else "messages"
+
     # --- what came out --------------------------------------------------------------------------------------------
+    def _made_of(self, live: Live, output: RequestOutput) -> list[Event]:
+        """What a step made of a run. The step was everyone's, so what our code does over it ends this run alone."""
+        try:
+            return self._events(live, output)
+        except Exception as error:  # the engine-loop border: a bug over one answer must not end the others
+            request_id = live.run.request_id
+            log.exception("an answer failed: request %s", request_id, extra={"request_id": request_id})
+            self.stop(live.run)
+            return [Failed(live.run, ErrorInfo.of(error, self.stage).error())]
+
     def _events(self, live: Live, output: RequestOutput) -> list[Event]:
         made = output.outputs[0]
         live.held_ids += made.token_ids

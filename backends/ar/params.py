@@ -51,10 +51,11 @@ def vllm_params(
     `grammar` is a structural tag the text must follow; `end_token` ends a run whose tokens are not text.
     """
     arguments = sampling_arguments(sampling, defaults.deploy, defaults.model, vocab=defaults.vocab, room=room)
+    structure = _structure(sampling.json_schema, grammar)
     try:
         return SamplingParams(
             **arguments,
-            structured_outputs=_structure(sampling.json_schema, grammar),
+            structured_outputs=structure,
             output_kind=RequestOutputKind.DELTA,
             stop_token_ids=None if end_token is None else [end_token],
             detokenize=end_token is None,
@@ -74,3 +75,14 @@ def refusal_of(error: Exception, sampling: Sampling, otherwise: str = "sampling"
     """A BadRequest for one of REFUSALS; see sampling.refusal."""
     parameter = error.parameter if isinstance(error, VLLMValidationError) else None
     return refusal(str(error), parameter, sampling, otherwise)
+
+
+def is_refused(llm: LLMEngine, params: SamplingParams) -> bool:
+    """Whether vLLM refuses these parameters, whatever the prompt."""
+    config = llm.vllm_config
+    tokenizer = llm.renderer.get_tokenizer()
+    try:
+        params.verify(config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer)
+    except REFUSALS:
+        return True
+    return False

@@ -10,7 +10,7 @@ import pytest
 
 from backends.core.chunk import Tensor
 from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Message, Part
+from backends.core.generate import GenerateRequest, Message, Part, Sampling
 from backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.chain import Chain
@@ -65,24 +65,29 @@ def test_together_and_again_equals_transformers(chain, reference):
         Part("image", length=12, shape=(2, 2)),
         Part("image", offset=10**9, length=3, shape=(1, 1, 3)),
         Part("audio", length=10),
+        Part("audio", length=9),
     ],
 )
-def test_media_that_are_not_there_are_refused(chain, part):
+def test_media_that_are_not_there_or_no_numbers_are_refused(chain, part):
     request = GenerateRequest(messages=(Message("user", (part,)),))
+    media = {"image": np.zeros(300, np.uint8), "audio": np.full(9, np.nan, np.float32)}
     with pytest.raises(BadRequest) as caught:
-        chain.open(request, {"image": Tensor.of("image", np.zeros(300, np.uint8))})
+        chain.open(request, {name: Tensor.of(name, values) for name, values in media.items()})
     assert caught.value.where == "messages[0]"
 
 
+@pytest.mark.parametrize("schema", [None, {"enum": ["yes", "no"]}])
 @pytest.mark.parametrize("case", [["image0", "image1", "image0"], ["a", "film"]])
-def test_too_many_or_too_long_media_are_refused(chain, case):
-    """Three pictures where two are allowed; a film of more positions than the context has."""
+def test_too_many_or_too_long_media_are_refused(chain, case, schema):
+    """Three pictures where two are allowed; a film of more positions than the context has. No schema is to blame."""
+    sampling = Sampling(json_schema=schema)
     if case[-1] == "film":
         film = np.zeros((24, 64, 64, 3), np.uint8)
         parts = (Part("video", length=film.size, shape=film.shape), Part("text", "what is this"))
-        given = GenerateRequest(messages=(Message("user", parts),)), {"video": Tensor.of("video", film.reshape(-1))}
+        request = GenerateRequest(messages=(Message("user", parts),), sampling=sampling)
+        given = request, {"video": Tensor.of("video", film.reshape(-1))}
     else:
-        given = our_request(case)
+        given = our_request(case, sampling=sampling)
     with pytest.raises(BadRequest) as caught:
         chain.open(*given)
     assert caught.value.where == "messages"

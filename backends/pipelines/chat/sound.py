@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 
+from backends.codec.samples import check_rate, check_samples, resampled
 from backends.core.chunk import Tensor
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest
@@ -17,9 +17,6 @@ SAMPLE_RATE_HZ = 16_000
 WINDOW_SAMPLES = 30 * SAMPLE_RATE_HZ
 CUT_WITHIN_SAMPLES = 5 * SAMPLE_RATE_HZ  # a cut lies in the last five seconds of a window, where it is quietest
 QUIET_SAMPLES = SAMPLE_RATE_HZ // 10
-LOWEST_RATE_HZ, HIGHEST_RATE_HZ = 4_000, 192_000
-LOUDEST = 4.0  # resampling may overshoot 1; 16-bit numbers sent as they are go far beyond
-MAX_FILTER = 1_000  # odd rates are met within a millionth by a fraction of small numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +32,7 @@ class Clip:
 
     def resampled(self) -> np.ndarray:
         """The samples at SAMPLE_RATE_HZ."""
-        if self.rate_hz == SAMPLE_RATE_HZ:
-            return self.samples
-        from scipy.signal import resample_poly
-
-        ratio = Fraction(SAMPLE_RATE_HZ, self.rate_hz).limit_denominator(MAX_FILTER)
-        return resample_poly(self.samples, ratio.numerator, ratio.denominator).astype(np.float32)
+        return resampled(self.samples, self.rate_hz, SAMPLE_RATE_HZ)
 
 
 def clips_of(request: GenerateRequest, inputs: Mapping[str, Tensor], max_audio_s: float) -> list[Clip]:
@@ -59,9 +51,7 @@ def clips_of(request: GenerateRequest, inputs: Mapping[str, Tensor], max_audio_s
     samples = np.frombuffer(tensor.data, np.float32) if tensor.spec.nbytes else np.zeros(0, np.float32)
     clips: list[Clip] = []
     for part, where in parts:
-        if not LOWEST_RATE_HZ <= part.sample_rate <= HIGHEST_RATE_HZ:
-            known = f"from {LOWEST_RATE_HZ} to {HIGHEST_RATE_HZ} Hz"
-            raise BadRequest(f"the sample rate must be {known}, not {part.sample_rate}", f"{where}.sample_rate")
+        check_rate(part.sample_rate, f"{where}.sample_rate")
         if not 0 < part.length <= len(samples) - part.offset:
             raise BadRequest(f"the part is no slice of the {len(samples)} samples sent", where)
         clips.append(Clip(samples[part.offset : part.offset + part.length], part.sample_rate))
@@ -69,14 +59,8 @@ def clips_of(request: GenerateRequest, inputs: Mapping[str, Tensor], max_audio_s
     if seconds > max_audio_s:
         raise BadRequest(f"{seconds:.1f} s of audio were sent; this deployment takes {max_audio_s:g} s", "audio")
     for clip in clips:
-        _check_samples(clip.samples)
+        check_samples(clip.samples, "audio")
     return clips
-
-
-def _check_samples(samples: np.ndarray) -> None:
-    loudest = float(np.abs(samples).max())  # NaN if any sample is
-    if not loudest <= LOUDEST:
-        raise BadRequest(f"samples must lie between -1 and 1; found {loudest}", "audio")
 
 
 def windows(samples: np.ndarray) -> list[np.ndarray]:

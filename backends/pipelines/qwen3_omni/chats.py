@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from scipy.signal import resample_poly
 
 from backends.ar.engine import Prompt
+from backends.codec.samples import check_samples, resampled
 from backends.core.engine import Run
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest, Message, Part
@@ -82,16 +82,10 @@ def _item(run: Run, part: Part, where: str) -> Any:
         raise BadRequest(f"{part.type} part is not inside its tensor of {flat.size} elements", where)
     data = flat[part.offset : part.offset + part.length]
     if part.type == "audio":
-        return _audio(data, part.sample_rate or AUDIO_HZ)
+        check_samples(data, where)
+        return resampled(data, part.sample_rate or AUDIO_HZ, AUDIO_HZ), AUDIO_HZ
     dimensions = 3 if part.type == "image" else 4
     if len(part.shape) != dimensions or part.shape[-1] != 3 or int(np.prod(part.shape)) != part.length:
         raise BadRequest(f"a {part.type} part needs a shape of {dimensions} numbers that ends in 3", where)
     pixels = data.reshape(part.shape)
     return Image.fromarray(pixels) if part.type == "image" else pixels.copy()
-
-
-def _audio(samples: np.ndarray, rate_hz: int) -> tuple[np.ndarray, int]:
-    if rate_hz != AUDIO_HZ:
-        divisor = int(np.gcd(rate_hz, AUDIO_HZ))
-        samples = resample_poly(samples, AUDIO_HZ // divisor, rate_hz // divisor)
-    return samples.astype(np.float32), AUDIO_HZ

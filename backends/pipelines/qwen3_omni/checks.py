@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from backends.codec.samples import check_rate
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest
-
-LOWEST_RATE_HZ, HIGHEST_RATE_HZ = 4_000, 192_000
-"""Of sounds. They are brought to 16 kHz, so that one of a few Hz would become thousands of times as large."""
 
 
 def check_messages(request: GenerateRequest) -> None:
@@ -21,9 +19,8 @@ def check_messages(request: GenerateRequest) -> None:
         for part in message.parts:
             if part.type != "text" and message.role != "user":
                 raise BadRequest(f"{part.type} belongs in a user's message", f"messages[{place}]")
-            if part.sample_rate and not LOWEST_RATE_HZ <= part.sample_rate <= HIGHEST_RATE_HZ:
-                known = f"from {LOWEST_RATE_HZ} to {HIGHEST_RATE_HZ} Hz"
-                raise BadRequest(f"the sample rate must be {known}, not {part.sample_rate}", f"messages[{place}]")
+            if part.sample_rate:
+                check_rate(part.sample_rate, f"messages[{place}]")
 
 
 def _check_videos(request: GenerateRequest) -> None:
