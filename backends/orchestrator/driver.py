@@ -23,22 +23,19 @@ from backends.core import request as life
 from backends.core.chunk import Chunk
 from backends.core.errors import BadRequest, DeadlineExceeded, Internal, OmniError, StageFailed, TooBusy, Unavailable
 from backends.core.generate import encode_request
-from backends.core.ids import new_run_id
 from backends.core.pipeline import Pipeline
 from backends.core.traces import traces
-from backends.orchestrator.admission import Admission
-from backends.orchestrator.check import check_request, check_request_id
-from backends.orchestrator.live import Arrival, Collected, Limits, Live
+from backends.orchestrator.door import Door
+from backends.orchestrator.live import Arrival, Live, Sent, StageRun
 from backends.orchestrator.metrics import CLIENT, Metrics
 from backends.orchestrator.ports import Front, OpenCall, Opener, Piece
 from backends.orchestrator.traces import write
-from backends.wire import WIRE_VERSION, Event
+from backends.wire import Event
 
 log = logging.getLogger("triton_omni.orchestrator")
 
-SHOWN_REQUESTS = 100
 TICK_S = 0.1  # resolution of deadlines
-ABORT, CLIENT_GONE = "abort", "client_gone"  # why a request was cancelled
+CLIENT_GONE = "client_gone"  # why a request was cancelled
 STOP_GRACE_S = 10.0  # a stopped run that has not answered by then is given up; its worker is hung or gone
 
 
@@ -105,10 +102,9 @@ class Orchestrator:
         self.hub = hub
         self.metrics = Metrics(pipeline)
         self.traces = traces(pipeline.name)
-        self.lives: dict[bytes, Live] = {}
-        self.admission: Admission[Live] = Admission(deploy.max_live, deploy.max_queue)
+        self.door = Door(pipeline, deploy, self.metrics, stage_states, lambda: self.state, self._apply, clock)
+        self.lives = self.door.lives
         self._opener = opener
-        self._stage_states = stage_states
         self._clock = clock
         self._next_tick = 0.0
         self._inbox: deque[tuple[Peer | None, Any]] = deque()
@@ -152,7 +148,7 @@ class Orchestrator:
                 self._check_deadlines(now)
 
     def _admit(self) -> None:
-        for live in self.admission.admit():
+        for live in self.door.admission.admit():
             live.admitted_s = live.heard_s = self._clock()
             self.metrics.queue_s.at().observe(live.admitted_s - live.arrived_s)
             self._apply(live, life.Started())
@@ -160,11 +156,11 @@ class Orchestrator:
     def _on_posted(self, item: object) -> None:
         match item:
             case Arrival():
-                self._on_arrival(item)
+                self.door.take(item)
             case Gone(run):
                 self._apply_to(run, life.Cancelled(CLIENT_GONE))
             case Unreadable(front, error):
-                self._refuse(front, error)
+                self.door.refuse(front, error)
             case AnswerFailed(run, error):
                 self._apply_to(run, life.Expired(error))
             case _Opened(run, stage, handle):
@@ -184,8 +180,9 @@ class Orchestrator:
             case Chunk():
                 self._on_chunk(peer, item)
             case msg.Received(run=run):
-                if run in self.lives:  # the stub speaks for the run until its worker does, whichever comes first here
-                    self.lives[run].peers.setdefault(stage, peer)
+                found = self._run(run, stage)
+                if found is not None and found.peer is None:  # the stub speaks for the run until its worker does
+                    found.peer = peer
             case msg.Accepted(run=run, address=address):
                 self._on_accepted(peer, run, stage, address)
             case msg.Progress(run=run, meta=meta):
@@ -203,93 +200,22 @@ class Orchestrator:
             case _:
                 log.warning("unexpected message %s from %s", type(item).__name__, peer.name)
 
+    def _run(self, run: bytes, stage: str) -> StageRun | None:
+        return self.lives[run].runs.get(stage) if run in self.lives else None
+
     def _note(self, run: bytes, stage: str, stats: msg.RunStats | None) -> None:
-        if run in self.lives and stats is not None:
-            self.lives[run].stats[stage] = stats
+        found = self._run(run, stage)
+        if found is not None and stats is not None:
+            found.stats = stats
 
     def _on_accepted(self, peer: Peer, run: bytes, stage: str, address: str) -> None:
         live = self.lives.get(run)
         if live is None or stage not in live.machine.open_runs:  # given up meanwhile: it must not work for nobody
             peer.send(msg.Stop(run))
             return
-        live.addresses[stage] = address
-        live.accepted_s[stage] = self._clock()
-        live.peers[stage] = peer
+        accepted = live.runs[stage]
+        accepted.peer, accepted.address, accepted.accepted_s = peer, address, self._clock()
         self._apply(live, life.Accepted(stage))
-
-    # --- arrivals ------------------------------------------------------------------------------------------------
-    def _on_arrival(self, arrival: Arrival) -> None:
-        try:
-            check_request_id(arrival.request_id)
-            if arrival.request.operation == "health":
-                arrival.front.end(Piece(self.health(arrival.request_id)))
-            elif arrival.request.operation == "requests":
-                arrival.front.end(Piece(self._requests(arrival.request_id)))
-            elif arrival.request.operation == "abort":
-                arrival.front.end(Piece(self._abort(arrival)))
-            else:
-                self._queue(arrival)
-        except OmniError as error:
-            self._refuse(arrival.front, error)
-        except Exception as error:  # the loop border: a bug in a pipeline's check must not leave a client waiting
-            request_id = arrival.request_id
-            log.exception("request %s could not be checked", request_id, extra={"request_id": request_id})
-            self._refuse(arrival.front, Internal(f"{type(error).__name__}: {error}"))
-
-    def _refuse(self, front: Front, error: OmniError) -> None:
-        """End a request at the door: it took no time."""
-        self.metrics.ended(error.code, 0.0, {})
-        front.fail(error)
-
-    def _queue(self, arrival: Arrival) -> None:
-        check_request(self.pipeline, arrival.request, arrival.media)
-        machine = life.Request(
-            self.pipeline, self.pipeline.wanted(arrival.request), self.pipeline.needed(arrival.request)
-        )
-        limits = Limits.of(arrival.request, self.deploy)
-        collected = None if arrival.request.stream else Collected()
-        live = Live(new_run_id(), arrival, machine, limits, self._clock(), collected=collected)
-        self.admission.join(live, arrival.request.priority)
-        self.lives[live.run] = live
-        arrival.front.bind(live.run)
-
-    def _abort(self, arrival: Arrival) -> Event:
-        """End every request that carries the target id; answers how many there were. Idempotent."""
-        target = arrival.request.target
-        if not target:
-            raise BadRequest("an abort needs the id of the request to end", "target")
-        working = [live for live in self.lives.values() if live.machine.outcome is None]
-        found = [live for live in working if live.arrival.request_id == target]
-        for live in found:
-            self._apply(live, life.Cancelled(ABORT))
-        return Event("end", arrival.request_id, outcome="completed", finish_reason="stop", meta={"aborted": len(found)})
-
-    def health(self, request_id: str = "") -> Event:
-        """The pipeline's state: ready if runs can be opened and every stage has a ready instance."""
-        stages = self._stage_states()
-        for stage in self.pipeline.stages:
-            bound = sum(1 for live in self.lives.values() if stage.name in live.machine.open_runs)
-            stages.setdefault(stage.name, {"state": "missing", "instances": 0})["live"] = bound
-        ready = self.state == "ready" and all(s["state"] == "ready" for s in stages.values())
-        meta = {
-            "pipeline": self.pipeline.name,
-            "version": WIRE_VERSION,
-            "ready": ready,
-            "stages": stages,
-            "live": len(self.admission.live),
-            "queued": self.admission.queued,
-            "operations": [o.name for o in self.pipeline.operations],
-            "about": dict(self.pipeline.about),
-        }
-        return Event("health", request_id, meta=meta)
-
-    def _requests(self, request_id: str) -> Event:
-        """The oldest requests that are not forgotten yet, beside what `health` says."""
-        now = self._clock()
-        oldest = sorted(self.lives.values(), key=lambda live: live.arrived_s)[:SHOWN_REQUESTS]
-        event = self.health(request_id)
-        event.meta["requests"] = [live.summary(now) for live in oldest]
-        return event
 
     # --- outputs -------------------------------------------------------------------------------------------------
     def _on_chunk(self, peer: Peer, chunk: Chunk) -> None:
@@ -302,9 +228,9 @@ class Orchestrator:
 
     def _emit(self, live: Live, output: str, index: int, item: tuple[Peer, Chunk]) -> None:
         peer, chunk = item
-        self._count_piece(live, output, chunk)
-        live.count(output, chunk)
         nbytes = chunk.nbytes
+        self._count_piece(live, output, chunk, nbytes)
+        live.count(output, chunk)
         live.waiting += nbytes
         if live.collected is not None:
             live.collected.add(chunk)
@@ -320,17 +246,20 @@ class Orchestrator:
         if live.waiting > self.deploy.max_output_bytes:
             self._apply(live, life.Expired(_too_much(live, self.deploy.max_output_bytes)))
 
-    def _count_piece(self, live: Live, output: str, chunk: Chunk) -> None:
+    def _count_piece(self, live: Live, output: str, chunk: Chunk, nbytes: int) -> None:
         metrics, now_s = self.metrics, live.heard_s
-        if output not in live.first_s:
-            live.first_s[output] = now_s
+        sent = live.sent.get(output)
+        if sent is None:
+            sent = live.sent[output] = Sent(now_s, now_s)
             metrics.first_output_s.at(output).observe(now_s - live.arrived_s)
         else:
-            metrics.gap_s.at(output).observe(now_s - live.last_s[output])
-        live.last_s[output] = now_s
+            metrics.gap_s.at(output).observe(now_s - sent.last_s)
+        sent.last_s = now_s
+        sent.transfer.chunks += 1
+        sent.transfer.nbytes += nbytes
+        if chunk.sent_s:
+            sent.transfer.transfer_s += now_s - chunk.sent_s
         metrics.pieces.add(1, output)
-        transfer_s = now_s - chunk.sent_s if chunk.sent_s else 0.0
-        metrics.received(self.pipeline.output(output).stage, CLIENT, 1, chunk.nbytes, transfer_s)
         if output == "audio" and chunk.meta.get("sample_rate"):
             piece_s = sum(tensor.spec.shape[0] for tensor in chunk.tensors) / chunk.meta["sample_rate"]
             metrics.audio_s.add(piece_s)
@@ -359,7 +288,9 @@ class Orchestrator:
                 case life.Release((peer, chunk)):
                     peer.release(chunk)
                 case life.Stop(stage):
-                    live.peers[stage].send(msg.Stop(live.run))
+                    peer = live.runs[stage].peer
+                    assert peer is not None, "a run is stopped when a worker has it"
+                    peer.send(msg.Stop(live.run))
                 case life.Close(stage, lost):
                     self._close(live, stage, lost)
                 case life.End():
@@ -369,7 +300,7 @@ class Orchestrator:
 
     def _open(self, live: Live, stage: str) -> None:
         machine, run = live.machine, live.run
-        consumers = {t: live.addresses[t] for t in self.pipeline.downstream(stage, machine.needed)}
+        consumers = {t: live.runs[t].address for t in self.pipeline.downstream(stage, machine.needed)}
         media = [spec.name for spec in self.pipeline.stage(stage).inputs if spec.name in live.arrival.media]
         message = msg.Open(
             run,
@@ -382,6 +313,7 @@ class Orchestrator:
             has_inputs=bool(media),
             stall_s=live.limits.stall_s,
         )
+        live.runs[stage] = StageRun()
         self.metrics.opened.add(1, stage)
         call = OpenCall(self.pipeline.model(stage), msg.encode(message), live.arrival.inputs, tuple(media))
         post = self.hub.post
@@ -393,11 +325,13 @@ class Orchestrator:
 
     def _on_opened(self, run: bytes, stage: str, handle: Any) -> None:
         live = self.lives.get(run)
-        if live is not None and stage in live.closing:
-            self._put_away(handle, live.closing.pop(stage))
+        opened = None if live is None else live.runs[stage]
+        if live is not None and opened is not None and opened.closing is not None:
+            self._put_away(handle, opened.closing)
+            opened.closing = None
             self._forget(live)
-        elif live is not None and stage in live.machine.open_runs:
-            live.handles[stage] = handle
+        elif live is not None and opened is not None and stage in live.machine.open_runs:
+            opened.handle = handle
         else:  # given up meanwhile: whether its stream ever ends is unknown
             self._opener.bury(handle)
 
@@ -405,16 +339,18 @@ class Orchestrator:
         live = self.lives.get(run)
         if live is not None:
             self._apply(live, life.OpenFailed(stage, error))
-            live.closing.pop(stage, None)  # there is no handle to wait for
+            live.runs[stage].closing = None  # there is no handle to wait for
             self._forget(live)
 
     def _close(self, live: Live, stage: str, lost: bool) -> None:
-        died = lost or (stage in live.accepted_s and stage not in live.stats)  # a worker measures all that it took
-        self.metrics.run_ended(stage, died, live.stats.get(stage))
-        if stage in live.handles:
-            self._put_away(live.handles.pop(stage), lost)
+        run = live.runs[stage]
+        died = lost or (run.accepted_s is not None and run.stats is None)  # a worker measures all that it took
+        self.metrics.run_ended(stage, died, run.stats)
+        if run.handle is None:
+            run.closing = lost
         else:
-            live.closing[stage] = lost
+            self._put_away(run.handle, lost)
+            run.handle = None
 
     def _put_away(self, handle: Any, lost: bool) -> None:
         if lost:
@@ -443,6 +379,8 @@ class Orchestrator:
     def _count_end(self, live: Live, end: life.End, now: float) -> None:
         outcome = end.error.code if end.error is not None else end.outcome.value
         self.metrics.ended(outcome, now - live.arrived_s, live.usage(end))
+        for output, sent in live.sent.items():
+            self.metrics.brought(self.pipeline.output(output).stage, CLIENT, sent.transfer)
         if end.outcome is life.Outcome.CANCELLED and end.error is not None:
             self.metrics.cancelled.add(1, end.error.message)
         if end.outcome is life.Outcome.COMPLETED and live.player.heard_s:
@@ -450,16 +388,15 @@ class Orchestrator:
 
     def _forget(self, live: Live) -> None:
         """Drop a request that is Done and whose handles are all put away."""
-        if live.machine.outcome is None or live.machine.open_runs or live.closing:
+        if not live.forgettable:
             return
-        self.admission.leave(live)
+        self.door.admission.leave(live)
         if self.lives.pop(live.run, None) is not None and self.traces is not None:
             write(self.traces, live)
 
     # --- losses and time -----------------------------------------------------------------------------------------
     def _on_lost(self, peer: Peer, stage: str) -> None:
-        bound = [live for live in self.lives.values() if live.peers.get(stage) is peer]
-        for live in bound:
+        for live in [live for live in self.lives.values() if stage in live.runs and live.runs[stage].peer is peer]:
             self._apply(live, life.Failed(stage, StageFailed("the stage's worker died", stage), lost=True))
 
     def _check_deadlines(self, now: float) -> None:
@@ -477,7 +414,7 @@ class Orchestrator:
         """The opener does not come back: who waits for it must not wait on. Runs that are open go on."""
         for live in list(self.lives.values()):
             for stage in live.machine.open_runs:
-                if stage not in live.handles and stage not in live.peers:
+                if live.runs[stage].handle is None and live.runs[stage].peer is None:
                     self._on_open_failed(live.run, stage, Unavailable("Triton opens no runs any more", stage))
 
     def _give_up(self, live: Live) -> None:
@@ -487,7 +424,8 @@ class Orchestrator:
             request_id = live.arrival.request_id
             log.error("request %s: stage %s %s", request_id, stage, error.message, extra={"request_id": request_id})
             self._apply(live, life.Failed(stage, error, lost=True))
-        live.closing.clear()
+        for run in live.runs.values():
+            run.closing = None
         self._forget(live)
 
 

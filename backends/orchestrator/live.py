@@ -8,7 +8,7 @@ from typing import Any
 
 from backends.config.schema import OrchestratorDeploy
 from backends.control.hub import Peer
-from backends.control.messages import RunStats
+from backends.control.messages import RunStats, Transfer
 from backends.core.chunk import Chunk, Tensor, TensorSpec
 from backends.core.errors import DeadlineExceeded
 from backends.core.generate import GenerateRequest
@@ -87,19 +87,43 @@ class Collected:
 
 
 @dataclass(eq=False, slots=True)
+class StageRun:
+    """One run of a request, from its Open on.
+
+    peer        link to its worker; to its stub until the worker has accepted
+    address     where the worker that accepted listens
+    accepted_s  when the run was known to be in a worker
+    handle      the opener's, from "opened" until it is put away
+    closing     set while a run that has ended waits for its handle: True if its worker died
+    stats       what its worker measured, once it has ended
+    """
+
+    peer: Peer | None = None
+    address: str = ""
+    accepted_s: float | None = None
+    handle: Any = None
+    closing: bool | None = None
+    stats: RunStats | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Sent:
+    """What was sent of one output: when the first and the latest piece came, and what they were in all."""
+
+    first_s: float
+    last_s: float
+    transfer: Transfer = field(default_factory=Transfer)
+
+
+@dataclass(eq=False, slots=True)
 class Live:
     """One request from arrival to Done.
 
     run        names this attempt in all processes
-    addresses  stage → listening address of the instance that accepted
-    peers      stage → link to that instance's worker; to its stub until the worker has accepted
-    handles    stage → the opener's handle, once opened
-    closing    stages whose run ended before their handle was known: stage → lost
+    runs       by stage, of the stages that were opened
+    sent       by output
     waiting    bytes of output not yet taken by Triton
     delivered  usage counts of what was sent, for a request that is cut short
-    last_s     output → time of its latest piece
-    stats      stage → what its worker measured, once its run has ended
-    accepted_s stage → time at which its run was known to be in a worker
     end        set once, with `ended_s`
     """
 
@@ -111,17 +135,11 @@ class Live:
     admitted_s: float | None = None
     ended_s: float | None = None
     heard_s: float = 0.0
-    first_s: dict[str, float] = field(default_factory=dict[str, float])
-    addresses: dict[str, str] = field(default_factory=dict[str, str])
-    peers: dict[str, Peer] = field(default_factory=dict[str, Peer])
-    handles: dict[str, Any] = field(default_factory=dict[str, Any])
-    closing: dict[str, bool] = field(default_factory=dict[str, bool])
+    runs: dict[str, StageRun] = field(default_factory=dict[str, StageRun])
+    sent: dict[str, Sent] = field(default_factory=dict[str, Sent])
     collected: Collected | None = None
     waiting: int = 0
     delivered: dict[str, float] = field(default_factory=dict[str, float])
-    last_s: dict[str, float] = field(default_factory=dict[str, float])
-    stats: dict[str, RunStats] = field(default_factory=dict[str, RunStats])
-    accepted_s: dict[str, float] = field(default_factory=dict[str, float])
     player: Player = field(default_factory=Player)
     end: End | None = None
 
@@ -142,7 +160,7 @@ class Live:
         limits = self.limits
         if self.admitted_s is None:
             passed, limit, where = now_s - self.arrived_s, limits.queue_s, "queue"
-        elif not self.first_s:
+        elif not self.sent:
             passed, limit = now_s - self.admitted_s, limits.first_output_s
             where = f"first output of {self.stuck_at}"
         else:
@@ -154,13 +172,19 @@ class Live:
         return None
 
     @property
+    def forgettable(self) -> bool:
+        """True when the machine is done and all handles are put away."""
+        over = self.machine.outcome is not None and not self.machine.open_runs
+        return over and all(run.closing is None for run in self.runs.values())
+
+    @property
     def phase(self) -> str:
         """Where the request is in its life, in a word."""
         if self.machine.outcome is not None:
             return "ending"
         if self.admitted_s is None:
             return "waiting"
-        return "opening" if not self.first_s else "answering"
+        return "opening" if not self.sent else "answering"
 
     def summary(self, now_s: float) -> dict[str, Any]:
         """The request for a person who watches the server."""
@@ -192,7 +216,7 @@ class Live:
 
     def end_piece(self, end: End, now_s: float) -> Piece:
         """The last response, with the whole output if the client does not stream."""
-        timings = {f"first_{name}_s": at - self.arrived_s for name, at in self.first_s.items()}
+        timings = {f"first_{name}_s": sent.first_s - self.arrived_s for name, sent in self.sent.items()}
         timings["queue_s"] = (self.admitted_s if self.admitted_s is not None else now_s) - self.arrived_s
         timings["total_s"] = now_s - self.arrived_s
         meta: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from backends.control.messages import RunStats
+from backends.control.messages import RunStats, Transfer
 from backends.core.pipeline import Pipeline
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -69,7 +69,10 @@ class HistogramFamily:
 
     def at(self, *labels: str) -> Histogram:
         """The histogram of these labels, made on first use."""
-        return self.values.setdefault(labels, Histogram())
+        found = self.values.get(labels)
+        if found is None:
+            found = self.values[labels] = Histogram()
+        return found
 
 
 @dataclass(slots=True)
@@ -138,9 +141,7 @@ class Metrics:
                 self.runs.add(0, stage.name, outcome)
         edges = [(e.source, e.target) for e in pipeline.edges]
         for ends in edges + [(o.stage, CLIENT) for o in pipeline.outputs]:
-            self.received(*ends, 0, 0, 0.0)
-        for source, target in edges:
-            self.edge_wait_s.add(0, source, target)
+            self.brought(*ends, Transfer())
 
     def ended(self, outcome: str, total_s: float, usage: dict[str, float]) -> None:
         """Count one end."""
@@ -164,11 +165,12 @@ class Metrics:
         if stats.first_s is not None:
             self.run_first_s.at(stage).observe(stats.first_s)
         for source, transfer in stats.edges.items():
-            self.received(source, stage, transfer.chunks, transfer.nbytes, transfer.transfer_s)
-            self.edge_wait_s.add(transfer.wait_s, source, stage)
+            self.brought(source, stage, transfer)
 
-    def received(self, source: str, target: str, chunks: int, nbytes: int, transfer_s: float) -> None:
-        """Count what came over one edge."""
-        self.edge_chunks.add(chunks, source, target)
-        self.edge_bytes.add(nbytes, source, target)
-        self.edge_transfer_s.add(transfer_s, source, target)
+    def brought(self, source: str, target: str, transfer: Transfer) -> None:
+        """Count what one edge brought a run, or the client; who waits for a client is not known."""
+        self.edge_chunks.add(transfer.chunks, source, target)
+        self.edge_bytes.add(transfer.nbytes, source, target)
+        self.edge_transfer_s.add(transfer.transfer_s, source, target)
+        if target != CLIENT:
+            self.edge_wait_s.add(transfer.wait_s, source, target)

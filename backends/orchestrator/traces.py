@@ -21,13 +21,14 @@ def write(traces: Traces, live: Live) -> None:
     assert end is not None and ended_s is not None, "only a request that is over is written"
     pipeline = live.machine.pipeline.name
     root = traces.begin(pipeline, live.arrival.traceparent, live.arrived_s)
-    for output, first_s in live.first_s.items():
-        root.add_event(f"first {output}", timestamp=wall_ns(first_s))
+    for output, sent in live.sent.items():
+        root.add_event(f"first {output}", timestamp=wall_ns(sent.first_s))
     queue = traces.begin("queue", root, live.arrived_s)
     traces.end(queue, {}, at_s=ended_s if live.admitted_s is None else live.admitted_s)
     error = end.error.line() if end.error is not None and end.outcome is Outcome.FAILED else ""
-    for stage, accepted_s in live.accepted_s.items():
-        _write_stage(traces, live, root, stage, accepted_s, error or "cancelled")
+    for stage, run in live.runs.items():
+        if run.accepted_s is not None:
+            _write_stage(traces, live, root, stage, run.accepted_s, error)
     code = end.error.code if end.error is not None else end.outcome.value
     facts = {"omni.request_id": live.arrival.request_id, "omni.pipeline": pipeline, "omni.outcome": code}
     traces.end(root, facts | {f"omni.usage.{k}": v for k, v in live.usage(end).items()}, error, ended_s)
@@ -35,12 +36,12 @@ def write(traces: Traces, live: Live) -> None:
 
 def _write_stage(traces: Traces, live: Live, root: Any, stage: str, accepted_s: float, error: str) -> None:
     span = traces.begin(f"{live.machine.pipeline.name}/{stage}", root, accepted_s)
-    stats = live.stats.get(stage)
+    stats = live.runs[stage].stats
     outcome = "lost" if stats is None else stats.outcome
     if stats is not None and stats.first_s is not None:
         span.add_event("first output", timestamp=wall_ns(accepted_s + stats.first_s))
     facts: dict[str, Any] = {"omni.stage": stage, "omni.outcome": outcome} | _edges(stats)
-    failed = error if outcome in ("failed", "lost") else ""
+    failed = (error or outcome) if outcome in ("failed", "lost") else ""
     traces.end(span, facts, failed, live.ended_s if stats is None else accepted_s + stats.total_s)
 
 

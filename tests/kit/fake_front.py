@@ -221,8 +221,8 @@ class Scene:
         """Nothing is left of any request."""
         self.until(lambda: not any(s.unreleased for s in self.stages.values()))
         assert self.orchestrator.lives == {}
-        assert not self.orchestrator.admission.live
-        assert self.orchestrator.admission.queued == 0
+        assert not self.orchestrator.door.admission.live
+        assert self.orchestrator.door.admission.queued == 0
         self.opener.check()
 
     def close(self) -> None:

@@ -248,7 +248,7 @@ def test_limits_of_work_and_queue(play):
     working, waiting, later, refused = (s.ask(chat("text")) for _ in range(4))
     assert isinstance(refused.failed, TooBusy)
     assert refused.failed.retry_after_s
-    assert s.orchestrator.admission.queued == 2
+    assert s.orchestrator.door.admission.queued == 2
     for client in (working, waiting, later):
         s.accept()
         assert not client.over
@@ -285,7 +285,7 @@ def test_who_leaves_the_queue_makes_room(play):
     s.orchestrator.client_gone(leaving.run)
     s.turn()
     assert leaving.ended.event.outcome == "cancelled"
-    assert s.orchestrator.admission.queued == 0
+    assert s.orchestrator.door.admission.queued == 0
     staying = s.ask(chat("text"))
     assert not staying.over
     s.accept()
@@ -591,7 +591,7 @@ def test_a_worker_that_dies_before_bls_has_answered(play):
     call = s.orchestrator.lives[client.run]
     s.kill("tokens")
     assert client.failed.where == "tokens"
-    assert call.closing == {"tokens": True}
+    assert call.runs["tokens"].closing is True
     s.pass_time(STOP_GRACE_S + 0.5)
 
 
@@ -654,9 +654,9 @@ def test_health_tells_the_truth(play):
     assert {n: st["live"] for n, st in meta["stages"].items()} == {"tokens": 1, "frames": 0, "wave": 0}
     assert meta["operations"] == ["chat", "speech"]
     s.states["wave"]["state"] = "restarting"
-    assert not s.orchestrator.health().meta["ready"]
+    assert not s.orchestrator.door.health().meta["ready"]
     del s.states["wave"]
-    missing = s.orchestrator.health().meta
+    missing = s.orchestrator.door.health().meta
     assert not missing["ready"]
     assert missing["stages"]["wave"]["state"] == "missing"
     s.finish("tokens", client.run)
@@ -762,12 +762,12 @@ def test_when_nothing_can_be_opened_any_more_those_who_wait_for_it_fail_and_the_
     s.accept()
     waiting = s.ask(chat("text"))
     message, opened, _ = s.take_call()
-    assert s.orchestrator.health().meta["ready"]
+    assert s.orchestrator.door.health().meta["ready"]
     s.opener.stuck = True
     s.pass_time(1.0)
     assert waiting.failed.line() == "[unavailable:tokens] Triton opens no runs any more"
     assert s.orchestrator.state == "stuck"
-    assert not s.orchestrator.health().meta["ready"]
+    assert not s.orchestrator.door.health().meta["ready"]
     s.finish("tokens", open_run.run)
     assert open_run.ended is not None
     s.answer(opened)  # it came back after all
