@@ -44,6 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Problem as problem:
         setup.say(f"{options.command}: {problem}")
         return 1
+    except KeyboardInterrupt:
+        setup.say(f"{options.command}: interrupted")
+        return 130
 
 
 def use_engine_python() -> None:

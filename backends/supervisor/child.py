@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from backends.supervisor import processes
 from backends.supervisor.problem import Problem, Say
 
 _SHOWN_CHARS = 110
 _KEPT_LINES = 400
+_STOP_S = 10.0
 _MISLEADING = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
 
@@ -54,12 +56,16 @@ def run(
             env={**clean_environment(os.environ), **settings},
         )
         assert child.stdout is not None
-        with child.stdout:
+        try:
             for line in child.stdout:
                 sink.write(line)
                 tail.append(line)
                 show(line)
-    if child.wait() != 0:
+            child.wait()
+        finally:  # after a Ctrl-C nothing of ours may go on: the next set-up may come at once
+            child.stdout.close()
+            processes.stop(child, _STOP_S)
+    if child.returncode != 0:
         raise explained("".join(tail), log)
     return "".join(tail)
 

@@ -100,7 +100,8 @@ class Supervisor:
             self._start_proxy()
             if not self.stopping.event.is_set():
                 self._ready()
-                self._say(self.plan.welcome)
+                if self.plan.welcome:
+                    self._say(self.plan.welcome)
             return self._look_after()
         finally:
             self._end()
