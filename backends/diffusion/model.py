@@ -16,12 +16,14 @@ import torch
 
 from backends.core.engine import OptionsError
 from backends.core.errors import BadRequest
+from backends.diffusion.batching import forward_of
+from backends.diffusion.context import check_shareable
 from backends.diffusion.drawing import Drawing, Kept
 from backends.diffusion.edit import Editor
-from backends.diffusion.forward import Forward, OneByOne, Padded, Prediction
+from backends.diffusion.forward import Forward, Prediction
 from backends.diffusion.lora import Loras
 from backends.diffusion.options import SIZE_MULTIPLE, DiffusionOptions, Limits
-from backends.diffusion.packed import Packed, lacks
+from backends.diffusion.ranks import Ranks, Spread
 from backends.diffusion.sketch import Sketch
 from backends.diffusion.step_cache import StepCached
 from backends.diffusion.text import Prompt, PromptEncoder
@@ -74,7 +76,10 @@ class Model:
         self.sketch = Sketch(self.codec, self.factor, pipe.vae.dtype, self.device)
         self.loras = Loras(self.pipe, {n: Path(models_dir, f) for n, f in options.loras.items()})
         self._place()
-        self.forward = self._forward()
+        own = forward_of(self.pipe.transformer, options)
+        several = options.parallel.ranks > 1  # weights are read one rank after the other: host memory holds them once
+        self.ranks = Ranks(folder, options, self.device, self.pipe.transformer) if several else None
+        self.forward: Forward = own if self.ranks is None else Spread(own, self.ranks, options)
         threshold = options.step_cache_threshold
         self.step_cached = StepCached(self.pipe.transformer, threshold) if threshold else None
 
@@ -91,19 +96,6 @@ class Model:
             self.pipe.enable_sequential_cpu_offload(device=self.device)
         if self.options.compile:
             self.pipe.transformer.compile_repeated_blocks(dynamic=True)
-
-    def _forward(self) -> Forward:
-        transformer = self.pipe.transformer
-        if self.options.batching == "seq":
-            return OneByOne(transformer)
-        if self.options.batching == "pad":
-            return Padded(transformer)
-        problem = lacks(transformer)
-        if problem:
-            raise OptionsError(
-                f"model '{self.options.model}' cannot be packed: {problem}; say `batching: pad` or `batching: seq`"
-            )
-        return Packed(transformer, self.options.threads)
 
     def within(self, limits: Limits) -> Limits:
         """The part of `limits` that this checkpoint can do."""
@@ -122,6 +114,7 @@ class Model:
 
     def check(self, wish: Wish, at: str) -> None:
         """Refuse what only the deploy file could have provided."""
+        check_shareable(wish.picture_tokens + wish.source_tokens, self.options.parallel, self.device, f"{at}.width")
         if wish.lora and wish.lora not in self.loras.names:
             has = ", ".join(self.loras.names) or "none"
             raise BadRequest(f"there is no LoRA '{wish.lora}'; this stage has: {has}", f"{at}.lora")
@@ -144,8 +137,10 @@ class Model:
             self.step_cached.drop(drawing)
 
     def close(self) -> None:
-        """Drop what is kept."""
+        """Drop what is kept, and end the other ranks."""
         self.forward.forget()
+        if self.ranks is not None:
+            self.ranks.close()
 
     # --- one drawing ---------------------------------------------------------------------------------------------
     def prepare(self, drawing: Drawing) -> None:

@@ -61,6 +61,25 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source_pixels: Annotated[int, msgspec.Meta(ge=128 * 128, le=MAX_SIDE * MAX_SIDE // MAX_RATIO)] = 1024 * 1024
 
 
+class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ranks of one instance: processes that compute its forwards together, each with a GPU of its own (ranks.py).
+
+    cfg       so many ranks share the guidance branches and pictures of a step
+    context   instead: so many ranks share the tokens of every picture; with `batching: seq`
+    kind      how these meet in attention: ulysses (each has some heads) or ring (bfloat16 on GPUs only)
+    answer_s  a rank that owes an answer for so long is taken for dead, and the worker starts anew; less than `hang_s`
+    """
+
+    cfg: Count = 1
+    context: Count = 1
+    kind: Literal["ulysses", "ring"] = "ulysses"
+    answer_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+
+    @property
+    def ranks(self) -> int:
+        return self.cfg * self.context
+
+
 class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The `engine:` section of a diffusion stage in deploy.yaml; every default is here.
 
@@ -79,6 +98,7 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compile           compile the repeated blocks when first used; not with `batching: packed`, which does not call them
     offload           on a GPU: keep in memory what is not in use; model: whole networks (not with `batching: packed`,
                       which does not call the whole), sequential: layers (slow)
+    parallel          more than one rank for an instance, each with one of its GPUs
     """
 
     model: str
@@ -94,6 +114,7 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_cache_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     compile: bool = False
     offload: Literal["none", "model", "sequential"] = "none"
+    parallel: Parallel = Parallel()
     limits: Limits = Limits()
     defaults: Defaults = Defaults()
 
@@ -118,7 +139,16 @@ def read_options(options: Mapping[str, Any], stage: str) -> DiffusionOptions:
 def _clashes(options: DiffusionOptions) -> tuple[tuple[bool, str], ...]:
     """Options that contradict one another."""
     packed, limits, defaults = options.batching == "packed", options.limits, options.defaults
+    parallel = options.parallel
     return (
+        (parallel.cfg > 1 and parallel.context > 1, "parallel: either cfg or context"),
+        (parallel.context > 1 and options.batching != "seq",
+         "parallel.context: shares one picture at a time; say `batching: seq`"),
+        (parallel.kind == "ring" and parallel.context == 1, "parallel.kind: ring: says how ranks of `context` meet"),
+        (parallel.kind == "ring" and options.dtype != "bfloat16", "parallel.kind: ring: say `dtype: bfloat16`"),
+        *((parallel.ranks > 1 and bool(given), f"{name}: not with parallel, whose other ranks know nothing of it")
+          for name, given in (("loras", options.loras), ("step_cache_threshold", options.step_cache_threshold),
+                              ("compile", options.compile), ("offload", options.offload != "none"))),
         (options.compile and packed, "compile: a packed step does not call the blocks; say `batching: pad` or `seq`"),
         (options.offload == "model" and packed, "offload: model: say `batching: pad` or `seq`, or sequential"),
         (options.step_cache_threshold > 0 and not packed,
@@ -132,5 +162,5 @@ def _clashes(options: DiffusionOptions) -> tuple[tuple[bool, str], ...]:
 
 
 def _hint(message: str) -> str:
-    known = (*DiffusionOptions.__struct_fields__, *Limits.__struct_fields__, *Defaults.__struct_fields__)
+    known = [name for kind in (DiffusionOptions, Limits, Defaults, Parallel) for name in kind.__struct_fields__]
     return nearest_key(message, known)

@@ -9,11 +9,13 @@ import logging
 import sys
 
 __all__ = [
-    "FBC_LEADER", "PRETOKENIZE_REGEX", "AutoencoderKLQwenImage",
+    "FBC_LEADER", "PRETOKENIZE_REGEX", "AutoModel", "AutoencoderKLQwenImage",
+    "ContextParallelConfig",
     "DiagonalGaussianDistribution",
     "DiffusionPipeline",
     "FirstBlockCacheConfig",
     "FlowMatchEulerDiscreteScheduler",
+    "ParallelConfig",
     "Qwen2Tokenizer",
     "Qwen2_5_VLConfig",
     "Qwen2_5_VLForConditionalGeneration",
@@ -23,6 +25,7 @@ __all__ = [
     "QwenImageEditPlusPipeline",
     "QwenImagePipeline",
     "QwenImageTransformer2DModel",
+    "apply_context_parallel",
     "apply_rotary_emb_qwen",
     "calculate_shift",
 ]  # fmt: skip
@@ -53,8 +56,11 @@ def hide_broken_companions() -> None:
 
 hide_broken_companions()
 
+from diffusers.hooks.context_parallel import apply_context_parallel
 from diffusers.hooks.first_block_cache import _FBC_LEADER_BLOCK_HOOK as FBC_LEADER
 from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
+from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+from diffusers.models.auto_model import AutoModel
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage, QwenImageCausalConv3d
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel, apply_rotary_emb_qwen
