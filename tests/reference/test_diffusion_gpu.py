@@ -6,12 +6,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.kit.gpu import NEEDS_GPU
+from tests.kit.gpu import HAS_GPU, NEEDS_GPU
 from tests.kit.tiny_image import engine_of, finish, image_run, pictures, save_tiny_image
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytestmark = [*NEEDS_GPU, pytest.mark.timeout(300)]
 
+COARSE = 24  # the same in bfloat16, whose rounding is 2 ** 16 times as large; an error in what is exchanged is larger
 ROUNDING = 3  # of 255: float32 on both, but sums in another order, over up to nine steps
 
 
@@ -42,3 +43,22 @@ def test_pictures_are_those_of_the_cpu(tmp_path, together):
     assert len(here) == len(there) == 4
     for cpu, gpu in zip(here, there, strict=True):
         assert np.abs(cpu.astype(int) - gpu.astype(int)).max() <= ROUNDING
+
+
+@pytest.mark.skipif(HAS_GPU and torch.cuda.device_count() < 2, reason="ranks on GPUs: fewer than two CUDA devices")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parallel": {"cfg": 2}},
+        {"parallel": {"cfg": 2}, "batching": "seq"},
+        {"parallel": {"context": 2}, "batching": "seq"},
+        {"parallel": {"context": 2, "kind": "ring"}, "batching": "seq", "dtype": "bfloat16"},
+    ],
+    ids=["cfg packed", "cfg seq", "ulysses", "ring"],
+)
+def test_two_ranks_draw_what_one_draws(tmp_path, options):
+    folder = save_tiny_image(tmp_path / "tiny")
+    alone = {name: value for name, value in options.items() if name != "parallel"}
+    one, two = drawn(engine_of(folder, "cuda", **alone), True), drawn(engine_of(folder, "cuda", **options), True)
+    for theirs, ours in zip(one, two, strict=True):
+        assert np.abs(theirs.astype(int) - ours.astype(int)).max() <= (ROUNDING if "dtype" not in options else COARSE)
