@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m backends.supervisor setup|serve|demo|doctor|…`. Any Python starts it, the engine environment runs it."""
+"""`python -m backends.supervisor serve|demo|doctor|health`. Any Python starts it, the engine environment runs it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,18 @@ from backends.supervisor.problem import Problem
 _HEALTH_AGE_S = 60.0  # a health file older than this was written by a supervisor that is stuck or gone
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Run one command; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["setup"]:
-        return setup.main(arguments[1:])
     use_engine_python()
     from backends.supervisor import demo, doctor, serve
 
     parser = argparse.ArgumentParser(prog="backends.supervisor", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("setup", help="make what the local server needs")
     serve.add_arguments(commands.add_parser("serve", help="run the server until Ctrl-C"))
     commands.add_parser("demo", help="start a server, ask it, show what came; files in out/")
     commands.add_parser("doctor", help="check set-up, list running servers with memory and start-up seconds")
     commands.add_parser("health", help="exit code 0 if the server here is well")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     try:
         if options.command == "serve":
             return serve.serve(options, setup.say)

@@ -72,8 +72,9 @@ def repositories(given: list[Path]) -> list[Path]:
     """Absolute model repositories. Raises Problem for one that is none."""
     found = [path.resolve() for path in given or EMBEDDED_DEFAULT]
     for path in found:
-        if not path.is_dir() or not any(path.iterdir()):
-            raise Problem(f"{path} is no model repository", "make repository writes those of all pipelines")
+        if not any(path.glob("*/config.pbtxt")):
+            way_out = "name one such as model_repository/toy; make repository writes those of all pipelines"
+            raise Problem(f"{path} is no model repository: there is no <model>/config.pbtxt", way_out)
     return found
 
 

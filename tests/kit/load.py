@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load of many gRPC streams against a running server, with random cancels and failures; counts every end.
-
-Used by the tests and by hand:  python tests/kit/load.py 127.0.0.1:8001 --streams 64 --requests 128 --tokens 100
-"""
+"""A load of many gRPC streams against a running server; counts every end."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import queue
 import threading
@@ -185,32 +181,3 @@ def body(count: int, modalities: tuple[str, ...] = ("text", "audio"), **stages: 
         "sampling": {"max_tokens": count},
         "stages": stages,
     }
-
-
-def main() -> None:
-    """Print what happened."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--modalities", default="audio")
-    parser.add_argument("--bytes", type=int, default=0)
-    args = parser.parse_args()
-    size = {"frame_bytes": args.bytes}
-    one = body(args.tokens, tuple(args.modalities.split(",")), tokens=size, frames=size)
-    started = time.monotonic()
-    lives = run_many(args.url, [Plan(one) for _ in range(args.requests)], args.streams)
-    took = time.monotonic() - started
-    pieces = sum(sum(life.counts.values()) for life in lives)
-    first = sorted(life.first_s for life in lives if life.first_s is not None)
-    print(f"{len(lives)} requests in {took:.1f} s, {pieces} pieces, {pieces / took:.0f} pieces/s")
-    print("ends:", dict(Counter(end[:80] for life in lives for end in life.ends)))
-    print("requests without exactly one end:", sum(len(life.ends) != 1 for life in lives))
-    print("order errors:", sum(life.order_errors for life in lives))
-    if first:
-        print(f"first piece p50 {first[len(first) // 2] * 1e3:.1f} ms, max {first[-1] * 1e3:.1f} ms")
-
-
-if __name__ == "__main__":
-    main()

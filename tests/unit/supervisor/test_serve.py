@@ -10,7 +10,7 @@ import pytest
 
 from backends.supervisor import rundir
 from backends.supervisor.problem import Problem
-from backends.supervisor.serve import public_models, written
+from backends.supervisor.serve import public_models, repositories, written
 
 DEPLOY = "pipeline: toy\nstages: {tokens: , frames: , wave: {device: cuda, gpus: [1]}}\n"
 
@@ -46,3 +46,10 @@ def test_a_bad_file_is_a_problem_and_leaves_nothing(tmp_path, run_dir, text, wor
     with pytest.raises(Problem, match=words):
         written([deploy_file(tmp_path, text)], run_dir)
     assert not run_dir.path.exists()
+
+
+def test_a_folder_of_repositories_is_none_itself(tmp_path, run_dir):
+    [repository] = written([deploy_file(tmp_path, DEPLOY)], run_dir)
+    assert repositories([repository]) == [repository.resolve()]
+    with pytest.raises(Problem, match="is no model repository"):
+        repositories([repository.parent])
