@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from backends.config.paths import start_time
 
@@ -115,7 +116,7 @@ def start(command: list[str], environment: dict[str, str], output: int, folder: 
     return child
 
 
-def stop(child: subprocess.Popen[bytes], patience_s: float) -> bool:
+def stop(child: subprocess.Popen[Any], patience_s: float) -> bool:
     """End a child of ours: SIGTERM, wait, SIGKILL. True if it went by itself."""
     if child.poll() is None:
         child.terminate()
