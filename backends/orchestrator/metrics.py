@@ -11,22 +11,36 @@ from typing import Literal
 from backends.control.messages import RunStats, Transfer
 from backends.core.pipeline import Pipeline
 
-BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 CLIENT = "client"
 """The target of the edges on which outputs leave the pipeline."""
 RUN_OUTCOMES = ("finished", "failed", "stopped", "lost", "refused")
+
+# Bounds of the histograms' buckets. Each bound above a value is one more call to Triton before the FINAL of a lone
+# request (decision 0004), so there are no more than somebody reads.
+_WAIT_S = (0.01, 0.1, 1.0, 10.0)
+_FIRST_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_GAP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_REQUEST_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_RTF = (0.1, 0.25, 0.5, 0.75, 1.0, 2.0)
+_PAUSE_S = (0.1, 0.5, 2.0)
+_RUN_S = (0.1, 1.0, 10.0, 60.0)
+_RUN_FIRST_S = (0.01, 0.1, 1.0, 10.0)
 
 
 @dataclass(slots=True)
 class Histogram:
     """Values in buckets; the last holds those above every bound."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)
     sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
         """Count one value."""
-        self.counts[bisect_left(BOUNDS, value)] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     @property
@@ -64,6 +78,7 @@ class HistogramFamily:
 
     name: str
     about: str
+    bounds: tuple[float, ...]
     labels: tuple[str, ...] = ()
     values: dict[tuple[str, ...], Histogram] = field(default_factory=dict[tuple[str, ...], Histogram])
 
@@ -71,7 +86,7 @@ class HistogramFamily:
         """The histogram of these labels, made on first use."""
         found = self.values.get(labels)
         if found is None:
-            found = self.values[labels] = Histogram()
+            found = self.values[labels] = Histogram(self.bounds)
         return found
 
 
@@ -101,19 +116,23 @@ class Metrics:
         self.cancelled = Family("omni_requests_cancelled_total", "counter", "Cancelled requests", ("reason",))
         self.running = Family("omni_requests_running", "gauge", "Requests in work")
         self.waiting = Family("omni_requests_waiting", "gauge", "Requests waiting for admission")
-        self.queue_s = HistogramFamily("omni_queue_seconds", "Arrival to admission")
-        self.request_s = HistogramFamily("omni_request_seconds", "Arrival to end", ("outcome",))
-        self.first_output_s = HistogramFamily("omni_first_output_seconds", "Arrival to first piece", ("output",))
-        self.gap_s = HistogramFamily("omni_output_gap_seconds", "Between two pieces of an output", ("output",))
+        self.queue_s = HistogramFamily("omni_queue_seconds", "Arrival to admission", _WAIT_S)
+        self.request_s = HistogramFamily("omni_request_seconds", "Arrival to end", _REQUEST_S, ("outcome",))
+        self.first_output_s = HistogramFamily(
+            "omni_first_output_seconds", "Arrival to first piece", _FIRST_S, ("output",)
+        )
+        self.gap_s = HistogramFamily("omni_output_gap_seconds", "Between two pieces of an output", _GAP_S, ("output",))
         self.pieces = Family("omni_output_pieces_total", "counter", "Responses with output", ("output",))
         self.usage = Family("omni_usage_total", "counter", "Tokens, samples, images", ("kind",))
         self.audio_s = Family("omni_audio_seconds_total", "counter", "Seconds of sound sent")
-        self.audio_rtf = HistogramFamily("omni_audio_rtf", "Arrival to last sound, over the sound's length")
-        self.underrun_s = HistogramFamily("omni_audio_underrun_seconds", "Longest pause a listener hears")
+        self.audio_rtf = HistogramFamily("omni_audio_rtf", "Arrival to last sound, over the sound's length", _RTF)
+        self.underrun_s = HistogramFamily("omni_audio_underrun_seconds", "Longest pause a listener hears", _PAUSE_S)
         self.opened = Family("omni_stage_runs_opened_total", "counter", "Runs opened", ("stage",))
         self.runs = Family("omni_stage_runs_total", "counter", "Runs that have ended", ("stage", "outcome"))
-        self.run_s = HistogramFamily("omni_stage_run_seconds", "Open to end", ("stage",))
-        self.run_first_s = HistogramFamily("omni_stage_first_output_seconds", "Open to first chunk", ("stage",))
+        self.run_s = HistogramFamily("omni_stage_run_seconds", "Open to end", _RUN_S, ("stage",))
+        self.run_first_s = HistogramFamily(
+            "omni_stage_first_output_seconds", "Open to first chunk", _RUN_FIRST_S, ("stage",)
+        )
         edge = ("source", "target")
         self.edge_chunks = Family("omni_edge_chunks_total", "counter", "Chunks received", edge)
         self.edge_bytes = Family("omni_edge_bytes_total", "counter", "Payload bytes received", edge)

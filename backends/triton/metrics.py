@@ -17,7 +17,7 @@ from typing import Any
 import triton_python_backend_utils as pb
 
 from backends.orchestrator.driver import Orchestrator
-from backends.orchestrator.metrics import BOUNDS, Family, Histogram, HistogramFamily
+from backends.orchestrator.metrics import Family, Histogram, HistogramFamily
 
 PUBLISH_S = 1.0
 
@@ -74,7 +74,7 @@ class _Histograms:
 
     def _publish(self, histogram: Histogram, labels: Mapping[str, str]) -> None:
         cumulative = histogram.cumulative
-        for bound, count in zip((*map("{:g}".format, BOUNDS), "+Inf"), cumulative, strict=True):
+        for bound, count in zip((*map("{:g}".format, histogram.bounds), "+Inf"), cumulative, strict=True):
             self._bucket.show(count, {**labels, "le": bound})
         self._count.show(cumulative[-1], labels)
         self._sum.show(histogram.sum, labels)
