@@ -27,7 +27,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -48,7 +49,7 @@ log = logging.getLogger("triton_omni.diffusion")
 
 GRACE_S = 5.0  # a worker that has lost a follower fails its requests in words within this time, or ends without
 LEAVE_S = 5.0  # for a killed process to be gone
-MAX_WORDS = 1 << 20  # bytes of one message; an outline is about 50, an error some hundred
+MAX_WORDS = 1 << 18  # bytes of one message; an outline is about 50, an error 2,000 at most
 JOIN = b"join"
 
 
@@ -81,6 +82,11 @@ def _lacks(transformer: Any, parallel: Parallel, device: torch.device) -> str:
     return context.lacks(transformer, parallel, device) if parallel.context > 1 else ""
 
 
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 class Ranks:
     """The followers of one instance: started and joined when made, gone when closed."""
 
@@ -97,10 +103,10 @@ class Ranks:
         self._closing, self._closed = os.pipe()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._out_of_step = False
-        for rank in range(1, self.count):
-            self._start(rank, folder)
-        self._watcher.start()
         try:
+            for rank in range(1, self.count):
+                self._start(rank, folder)
+            self._watcher.start()
             for rank in range(1, self.count):
                 self._loaded(rank)
             self._join()
@@ -114,9 +120,15 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def ask(self, rank: int, ask: Ask, numbers: torch.Tensor) -> Any:
-        """Give a follower something to compute. The numbers are on their way until what is returned has waited."""
+        """Give a follower something to compute. The numbers are on their way until what is returned is `sent`."""
         self._say(rank, msgspec.msgpack.encode(ask))
-        return dist.isend(numbers, rank)
+        with self._reaching(rank):
+            return dist.isend(numbers, rank)
+
+    def sent(self, rank: int, work: Any) -> None:
+        """Wait until a follower has the numbers."""
+        with self._reaching(rank):
+            work.wait()
 
     def answer(self, rank: int, deadline_s: float = math.inf) -> Answer:
         """The follower's word on what it was asked; StageFailed if it has died or says nothing in time."""
@@ -124,10 +136,8 @@ class Ranks:
 
     def take(self, rank: int, numbers: torch.Tensor) -> None:
         """Receive what a follower has computed."""
-        try:
+        with self._reaching(rank):
             dist.recv(numbers, rank)
-        except RuntimeError as error:
-            raise self.lost(f"rank {rank} of {self.count} did not send its result: {error}") from error
 
     def lost(self, message: str) -> StageFailed:
         """The error that ends this instance's worker."""
@@ -137,15 +147,18 @@ class Ranks:
     def close(self) -> None:
         """End all followers; called once."""
         os.close(self._closed)
-        self._watcher.join()
+        if self._watcher.is_alive():
+            self._watcher.join()
         os.close(self._closing)
-        if dist.is_initialized() and not self._out_of_step:  # else NCCL would wait for whom it has lost
-            dist.destroy_process_group()
+        if not self._out_of_step:
+            _leave()
         for sock in self._socks:
             sock.close()
         for process in self._processes:
             process.kill()
             process.wait(LEAVE_S)
+        if self._out_of_step and self._device.type == "cpu":  # NCCL would wait for whom it has lost
+            _leave()
         os.close(self._store)
 
     # --- start ---------------------------------------------------------------------------------------------------
@@ -210,8 +223,18 @@ class Ranks:
             raise self._death(rank)
         return words
 
-    def _death(self, rank: int) -> StageFailed:
-        code = self._processes[rank - 1].wait(LEAVE_S)
+    @contextmanager
+    def _reaching(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._death(rank, str(error)) from error
+
+    def _death(self, rank: int, why: str = "it has closed its socket") -> StageFailed:
+        try:
+            code = self._processes[rank - 1].wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            return self.lost(f"rank {rank} of {self.count} cannot be reached: {why}")
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         return self.lost(f"rank {rank} of {self.count} died {how}")
 
@@ -252,15 +275,15 @@ class Spread:
             self._drawings, self._shares = list(drawings), self._dealt(drawings)
         deadline_s = time.monotonic() + self._answer_s
         others = {rank: share for rank, share in enumerate(self._shares) if rank and share}
-        sent = [self._ask(rank, share, are_new) for rank, share in others.items()]
+        sent = {rank: self._ask(rank, share, are_new) for rank, share in others.items()}
         found, errors = self._own_part()
         for rank, share in others.items():
             answer = self._ranks.answer(rank, deadline_s)
             errors += [answer.error] if answer.error else []
             if self._gathers and not answer.error:
                 found += zip(share, self._take(rank, share, answer.channels), strict=True)
-        for work, _ in sent:
-            work.wait()
+        for rank, (work, _) in sent.items():
+            self._ranks.sent(rank, work)
         if not self._gathers and errors and (len(errors) <= len(others) or len(set(errors)) > 1):
             raise self._ranks.lost(f"a forward went well on some ranks only: {errors[0]}")
         if errors:
