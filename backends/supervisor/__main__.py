@@ -14,6 +14,7 @@ from backends.supervisor import rundir, setup
 from backends.supervisor.home import find_home
 from backends.supervisor.problem import Problem
 
+_MARK = "triton_omni_engine"
 _HEALTH_AGE_S = 60.0  # a health file older than this was written by a supervisor that is stuck or gone
 
 
@@ -50,9 +51,9 @@ def use_engine_python() -> None:
     engine = Path(os.environ.get(ENGINE_PYTHON_VARIABLE) or find_home().engine_python)
     if not engine.exists():
         raise SystemExit(f"no engine environment at {engine.parent.parent}\n  Way out: make setup")
-    if engine.parent.parent.samefile(sys.prefix):
+    if _MARK in sys._xoptions or engine.parent.parent.samefile(sys.prefix):  # the mark: it may be a wrapper script
         return
-    os.execv(engine, [str(engine), "-m", "backends.supervisor", *sys.argv[1:]])
+    os.execv(engine, [str(engine), "-X", _MARK, "-m", "backends.supervisor", *sys.argv[1:]])
 
 
 def health() -> int:

@@ -31,7 +31,7 @@ def explain(text: str, log: Path) -> Problem:
     if "No space left on device" in text or f"[Errno {errno.ENOSPC}]" in text:
         return disk_full(log.parent)
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
-    return Problem(f"it failed: {last}", f"read {log}, then run set-up again; it goes on where it stopped")
+    return Problem(f"{log.stem} failed: {last}", f"read {log}, then run set-up again; it goes on where it stopped")
 
 
 def run(
