@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from backends.config import paths
 from backends.supervisor import processes, rundir
 from backends.supervisor.problem import Problem
 
@@ -30,7 +30,15 @@ def served(
     """
     with tempfile.TemporaryDirectory(prefix="triton-omni-") as folder:
         info = Path(folder) / "server.json"
-        command = [sys.executable, "-m", "backends.supervisor", "serve", "--any-port", "--info-file", str(info)]
+        command = [
+            str(paths.engine_python()),
+            "-m",
+            "backends.supervisor",
+            "serve",
+            "--any-port",
+            "--info-file",
+            str(info),
+        ]
         child = processes.start([*command, *options], {**os.environ, **(variables or {})}, output, folder)
         try:
             processes.wait_until(lambda: info.exists() or child.poll() is not None, timeout_s)
