@@ -26,7 +26,7 @@ from backends.core.chunk import Chunk
 
 log = logging.getLogger("triton_omni.control")
 
-CONNECT_TIMEOUT_S = 2.0  # a live listener of ours accepts within a loop turn; this only bounds a full backlog
+CONNECT_TIMEOUT_S = 1.0  # bounds a full backlog of a listener; whoever waits still beats in time (records.SILENT_S)
 ACCEPT_PAUSE_S = 1.0  # after an accept that failed for want of descriptors or memory
 ITEMS_PER_TURN = 256
 

@@ -107,6 +107,8 @@ class Orchestrator:
         self._opener = opener
         self._clock = clock
         self._next_tick = 0.0
+        self._buried: dict[tuple[bytes, str], Any] = {}
+        """Handles of runs whose worker died, until the stub says that it has closed their streams."""
         self._inbox: deque[tuple[Peer | None, Any]] = deque()
 
     # --- from any thread -----------------------------------------------------------------------------------------
@@ -188,10 +190,10 @@ class Orchestrator:
             case msg.Progress(run=run, meta=meta):
                 self._on_progress(run, stage, meta)
             case msg.Finished(run=run, reason=reason, usage=usage, stats=stats):
-                self._note(run, stage, stats)
+                self._on_told(run, stage, stats)
                 self._apply_to(run, life.Finished(stage, reason, usage))
             case msg.Failed(run=run, error=error, stats=stats):
-                self._note(run, stage, stats)
+                self._on_told(run, stage, stats)
                 self._apply_to(run, life.Failed(stage, error.error()))
             case msg.Ping():
                 peer.send(msg.Ping(self.hub.name, self.state, len(self.lives)))
@@ -203,10 +205,15 @@ class Orchestrator:
     def _run(self, run: bytes, stage: str) -> StageRun | None:
         return self.lives[run].runs.get(stage) if run in self.lives else None
 
-    def _note(self, run: bytes, stage: str, stats: msg.RunStats | None) -> None:
+    def _on_told(self, run: bytes, stage: str, stats: msg.RunStats | None) -> None:
+        """Whoever tells an end has sent FINAL before: also the stream of a run that was lost can be drained now."""
         found = self._run(run, stage)
         if found is not None and stats is not None:
             found.stats = stats
+        if found is not None and found.closing:
+            found.closing = False
+        if (run, stage) in self._buried:
+            self._opener.close(self._buried.pop((run, stage)))
 
     def _on_accepted(self, peer: Peer, run: bytes, stage: str, address: str) -> None:
         live = self.lives.get(run)
@@ -327,13 +334,13 @@ class Orchestrator:
         live = self.lives.get(run)
         opened = None if live is None else live.runs[stage]
         if live is not None and opened is not None and opened.closing is not None:
-            self._put_away(handle, opened.closing)
+            self._put_away(run, stage, handle, opened.closing)
             opened.closing = None
             self._forget(live)
         elif live is not None and opened is not None and stage in live.machine.open_runs:
             opened.handle = handle
         else:  # given up meanwhile: whether its stream ever ends is unknown
-            self._opener.bury(handle)
+            self._put_away(run, stage, handle, lost=True)
 
     def _on_open_failed(self, run: bytes, stage: str, error: OmniError) -> None:
         live = self.lives.get(run)
@@ -349,11 +356,12 @@ class Orchestrator:
         if run.handle is None:
             run.closing = lost
         else:
-            self._put_away(run.handle, lost)
+            self._put_away(live.run, stage, run.handle, lost)
             run.handle = None
 
-    def _put_away(self, handle: Any, lost: bool) -> None:
+    def _put_away(self, run: bytes, stage: str, handle: Any, lost: bool) -> None:
         if lost:
+            self._buried[run, stage] = handle
             self._opener.bury(handle)
         else:
             self._opener.close(handle)

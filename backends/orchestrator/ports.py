@@ -60,13 +60,13 @@ class Opener(Protocol):
         ...
 
     def open(self, call: OpenCall, opened: Callable[[Any], None], failed: Callable[[OmniError], None]) -> None:
-        """Open a run. `opened` gets a handle that must be closed or buried exactly once."""
+        """Open a run. `opened` gets a handle that must be closed once, or buried and perhaps closed later."""
         ...
 
     def close(self, handle: Any) -> None:
-        """Let go of a run whose Triton side has ended."""
+        """Let go of a run whose Triton side has ended; also of one that was buried."""
         ...
 
     def bury(self, handle: Any) -> None:
-        """Put away the handle of a run whose stage died: its stream may never end, so it is never touched again."""
+        """Put away the handle of a run whose stage died: its stream may never end, so it is not touched meanwhile."""
         ...

@@ -37,7 +37,7 @@ class BlsOpener:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._drained: deque[Any] = deque(maxlen=KEPT_ITERATORS)
-        self.graveyard: list[Any] = []
+        self._graveyard: dict[int, Any] = {}
         self._began_s: float | None = None  # when the call under way began
         self._thread = threading.Thread(target=self._run, name="bls", daemon=True)
         self._thread.start()
@@ -64,10 +64,11 @@ class BlsOpener:
         self._jobs.put(job)
 
     def close(self, handle: Any) -> None:
+        self._graveyard.pop(id(handle), None)
         self._jobs.put(lambda: self._drain(handle))
 
     def bury(self, handle: Any) -> None:
-        self.graveyard.append(handle)
+        self._graveyard[id(handle)] = handle
 
     def stop(self) -> bool:
         """End the thread, then drain what was buried: a stage that lost only its worker has sent its FINAL since.
@@ -78,9 +79,9 @@ class BlsOpener:
         last = threading.Thread(target=self._drain_graveyard, name="bls-graveyard", daemon=True)
         last.start()
         last.join(GRAVEYARD_S)
-        if self.graveyard:
-            log.error("%d streams of dead stages never ended", len(self.graveyard))
-        return not self.graveyard and not self._thread.is_alive()
+        if self._graveyard:
+            log.error("%d streams of dead stages never ended", len(self._graveyard))
+        return not self._graveyard and not self._thread.is_alive()
 
     def _exec(self, call: OpenCall) -> Any:
         """Open one run; returns its iterator. The stage's stub answers on receipt."""
@@ -103,9 +104,9 @@ class BlsOpener:
 
     def _drain_graveyard(self) -> None:
         self._thread.join()
-        while self.graveyard:
-            self._drain(self.graveyard[-1])
-            self.graveyard.pop()
+        for key, iterator in list(self._graveyard.items()):
+            self._drain(iterator)
+            del self._graveyard[key]
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

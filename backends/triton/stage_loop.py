@@ -231,6 +231,7 @@ class StageLoop:
         if call.reply is None:
             call.caller.end(end, sum(call.pieces.values()), lambda: self.hub.post(closed))
         elif orchestrator_lost or call.reply.lost:
+            call.reply = None  # nobody may hear of an end whose FINAL was not sent
             self._on_closed(closed)  # a send to a dead orchestrator would wait for ever
         else:
             # FINAL alone: through Triton an error that is not a stream's first response can get lost (decision 0001)

@@ -294,7 +294,8 @@ class Worker:
         for record in list(self._unsettled):
             clear = self._pump(record)
             record.run.blocked = not clear
-            if not clear:
+            # The stub lets go of a run that has ended. If we died then with `Accepted` still unsent, nobody could tell.
+            if not clear or (record.ended is not None and record.reply.connector.link.backlog_packets):
                 continue
             del self._unsettled[record]
             if record.ended is not None and not record.told:

@@ -595,6 +595,18 @@ def test_a_worker_that_dies_before_bls_has_answered(play):
     s.pass_time(STOP_GRACE_S + 0.5)
 
 
+def test_a_death_that_the_stub_tells_before_bls_has_answered_leaves_nothing_buried(opening):
+    s, client, accept = opening
+    message = s.orchestrator.lives[client.run]
+    handle, message.runs["tokens"].handle = message.runs["tokens"].handle, None  # BLS has not answered
+    accept()
+    s.kill("tokens")
+    s.fail("stub", client.run, StageFailed("the stage's worker died", "tokens"))
+    assert client.failed.where == "tokens"
+    s.orchestrator._on_opened(client.run, "tokens", handle)
+    assert (s.opener.closed, s.opener.buried) == ([handle], [])
+
+
 # --- stages that do not answer -----------------------------------------------------------------------------------
 def test_a_run_that_does_not_stop_is_given_up(play):
     s = play()
@@ -607,7 +619,8 @@ def test_a_run_that_does_not_stop_is_given_up(play):
     assert s.orchestrator.lives == {}
     assert len(s.opener.buried) == 2
     assert client.ended.event.outcome == "cancelled"
-    s.finish("wave", run, "stopped")  # too late; nobody minds
+    s.finish("wave", run, "stopped")  # too late for the client, but its stream has ended
+    assert len(s.opener.buried) == 1
 
 
 def test_an_open_that_is_answered_after_it_was_given_up(play):
@@ -740,7 +753,7 @@ def test_a_death_that_stub_and_worker_both_tell_is_one_end(opening, first):
     for tell in (by_stub, by_worker) if first == "stub" else (by_worker, by_stub):
         tell()
     assert client.failed.line() == "[stage_failed:tokens] the stage's worker died"
-    assert (s.opener.closed if first == "stub" else s.opener.buried) == s.opener.handles
+    assert s.opener.closed == s.opener.handles, "the stub has closed the stream before it told"
     assert s.orchestrator.metrics.runs.values["tokens", "lost"] == 1
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from backends.connectors.base import INLINE_BYTES, WINDOW_CHUNKS
 from backends.control import messages as msg
 from backends.control.hub import Peer
 from backends.core.chunk import Chunk, Tensor
-from backends.core.engine import Finished, Output, Send
+from backends.core.engine import Finished, Output, Progress, Run, Send
 from backends.core.generate import GenerateRequest
 from backends.core.pipeline import EngineContext
 from backends.pipelines.toy.engines import SAMPLES_PER_FRAME, sine
@@ -474,6 +475,25 @@ def test_a_chunk_for_which_there_is_no_descriptor_fails_its_run_alone(at):
     assert (end.run, end.error.where) == (bad, "tokens")
     b.until(lambda: b.orchestrator.of(Chunk))
     assert b.worker.records[good].ended is None
+
+
+def test_the_stub_hears_no_end_while_the_acceptance_waits_to_leave(at):
+    """It would let go of the run; if the worker died then, nobody could tell the orchestrator."""
+    much = Progress(Run(b"", "", GenerateRequest()), {"x": "x" * 30_000})
+    b = at("tokens", Scripted(*[lambda runs: [replace(much, run=runs[0])] * 60] * 5, lambda runs: [Finished(runs[1])]))
+    slow = b.side("slow")
+    try:
+        del b.sides["slow"]  # it reads nothing for now
+        b.open(reply=slow.hub.address)
+        b.until(lambda: b.worker.records and next(iter(b.worker.records.values())).reply.connector.link.backlog_packets)
+        run = b.open(reply=slow.hub.address)
+        b.turn(50)
+        assert b.worker.records[run].ended is not None
+        assert b.stub.of(msg.Finished) == []
+    finally:
+        b.sides["slow"] = slow
+    b.until(lambda: b.stub.of(msg.Finished))
+    assert [m.run for m in slow.of(msg.Accepted)][-1] == run
 
 
 def test_late_events_of_the_engine_change_nothing(at):
