@@ -153,7 +153,12 @@ class FrameEngine:
         for live in self._live.values():
             assert live.rows is not None, "a live run has its prompt"
             live.rows.paused = live.run.blocked
-        for output in self.llm.step():
+        outputs = self.llm.step()
+        for live in [live for live in self._live.values() if live.rows is not None and live.rows.broken]:
+            self.stop(live.run)
+            reason = f"the rows of the run cannot be made: {live.rows.broken}"
+            events.append(Failed(live.run, StageFailed(reason, self.stage)))
+        for output in outputs:
             assert isinstance(output, RequestOutput), "pooling requests are never added"
             live = self._live.get(output.request_id)
             if live is not None:

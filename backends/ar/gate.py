@@ -24,6 +24,8 @@ class GatedRun:
     """Frames made so far."""
     frames: list[np.ndarray] = field(default_factory=list[np.ndarray])
     """Those not taken yet, each (books,) int16."""
+    broken: str = ""
+    """Why its rows cannot be made, if they cannot."""
 
     def ready(self, position: int) -> bool:
         """True if there is a word (or the end of them) for the row at `position`."""
@@ -74,3 +76,5 @@ class RowGate:
             run = self.runs[key]
             run.steps += 1
             run.frames.append(frame)
+        for key, reason in made.broken.items():
+            self.runs[key].broken = reason

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from backends.ar.options import ArOptions, checkpoint
-from backends.ar.ranks import check_ranks, watch_ranks
+from backends.ar.ranks import check_ranks, reasons_of_ranks, watch_ranks
 from backends.ar.upstream import RANK_WORKER
 from backends.core.engine import OptionsError
 from backends.core.pipeline import EngineContext
@@ -41,7 +42,8 @@ def load_llm(options: ArOptions, context: EngineContext, needed: Mapping[str, An
     arguments = engine_arguments(options, context) | dict(needed or {})
     if ranks > 1:
         arguments.setdefault("worker_cls", RANK_WORKER)
-    llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    with reasons_of_ranks(context.stage) if ranks > 1 else nullcontext():
+        llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
     watch_ranks(llm.model_executor)
     return llm
 

@@ -13,7 +13,11 @@ import logging
 import multiprocessing
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -22,6 +26,8 @@ from backends.core.engine import OptionsError
 log = logging.getLogger("triton_omni.ranks")
 
 _PR_SET_PDEATHSIG = 1
+_REASONS = "TRITON_OMNI_RANK_REASONS"
+"""Variable that names the folder where ranks write why they could not load."""
 
 
 def check_ranks(ranks: int, gpus: int | None, stage: str) -> None:
@@ -41,6 +47,45 @@ def die_with_worker() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != worker.pid:  # it went before the call
         os._exit(1)
+
+
+@contextmanager
+def reasons_of_ranks(stage: str) -> Iterator[None]:
+    """Around loading, in the worker: what stops a rank is raised in its words; vLLM only says that something did."""
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        os.environ[_REASONS] = folder
+        try:
+            yield
+        except Exception as error:
+            reasons = [f"{path.name}: {path.read_text(encoding='utf-8')}" for path in sorted(Path(folder).iterdir())]
+            if not reasons:
+                raise
+            raise OptionsError(f"stage '{stage}', {reasons[0]}") from error
+        finally:
+            del os.environ[_REASONS]
+
+
+@contextmanager
+def tell_reason(rank: int) -> Iterator[None]:
+    """Around a part of loading, in a rank."""
+    try:
+        yield
+    except Exception as error:
+        if _REASONS in os.environ:  # with one rank the error itself gets there
+            reason = Path(os.environ[_REASONS], f"rank {rank}")
+            reason.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        raise
+
+
+def unlink_shared_memory() -> None:
+    """Called in a rank when all have met: take away the names of vLLM's all-reduce on CPUs.
+
+    Every rank has mapped them by now, and a rank that is killed could not.
+    """
+    group = os.environ.get("VLLM_DIST_IDENT")
+    if group:
+        for path in Path("/dev/shm").glob(f"{group}-*-cpushm_*"):
+            path.unlink(missing_ok=True)
 
 
 def watch_ranks(executor: Any) -> None:

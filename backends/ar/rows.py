@@ -8,7 +8,8 @@ the ranks are notes with ids; each rank makes the rows out of its own network, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 
 from backends.ar.hooks import Span
+
+log = logging.getLogger("triton_omni.rows")
 
 
 class Network(Protocol):
@@ -67,10 +70,11 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """What a step made: one frame for each of `keys`, (runs, books) int16."""
+    """What a step made: one frame for each of `keys`, (runs, books) int16; and why other runs can have no more."""
 
     keys: Sequence[str]
     frames: np.ndarray
+    broken: Mapping[str, str]
 
 
 @dataclass(eq=False, slots=True)
@@ -93,32 +97,45 @@ class RowRun:
 
 
 class RowStore:
-    """Rows of all runs, by key."""
+    """Rows of all runs, by key. A step is everyone's: a run whose rows cannot be made is broken and steps on with
+    zeros, until the worker has heard of it and ends it."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._pad = network.text_rows([network.pad_text])[0]
         self._made: Frames | None = None
         self.runs: dict[str, RowRun] = {}
+        self._broken: dict[str, str] = {}
 
-    def take(self, notes: Sequence[Any]) -> None:
+    def take(self, notes: Sequence[Begin | Words | End]) -> None:
         for note in notes:
-            match note:
-                case Begin(key, prompt, positions, seed):
-                    rows = self._network.prompt_rows(prompt)
-                    self.runs[key] = RowRun(rows, self._pad, _generator(seed, rows), positions)
-                case Words(key, token_ids):
-                    self.runs[key].text += self._network.text_rows(token_ids)
-                case End(key):
-                    self.runs.pop(key, None)
-                case _:
-                    raise TypeError(f"unknown note {note!r}")
+            try:
+                self._take(note)
+            except Exception as error:  # the engine-loop border: one run's note must not end the others
+                log.exception("rows of run %s", note.key)
+                self._broken[note.key] = f"{type(error).__name__}: {error}"
+
+    def _take(self, note: Begin | Words | End) -> None:
+        match note:
+            case Begin(key, prompt, positions, seed):
+                rows = self._network.prompt_rows(prompt)
+                if not torch.isfinite(rows).all():  # in the cache they would spoil the runs that get its blocks next
+                    raise ValueError("its rows grew beyond all bounds")
+                self.runs[key] = RowRun(rows, self._pad, _generator(seed, rows), positions)
+            case Words(key, token_ids):
+                self.runs[key].text += self._network.text_rows(token_ids)
+            case End(key):
+                self.runs.pop(key, None)
+                self._broken.pop(key, None)
 
     def positions(self, key: str) -> tuple[torch.Tensor, int] | None:
-        return self.runs[key].positions
+        return None if key in self._broken else self.runs[key].positions
 
     def fill(self, spans: Sequence[Span], rows: torch.Tensor) -> None:
         for span in spans:
+            if span.key in self._broken:
+                rows[span.start : span.start + span.count] = 0.0
+                continue
             run = self.runs[span.key]
             prompt = run.prompt[span.position : span.position + span.count]
             rows[span.start : span.start + len(prompt)] = prompt
@@ -126,12 +143,19 @@ class RowStore:
                 rows[span.start + k] = run.row(span.position + k)
 
     def sampled(self, keys: Sequence[str], hidden: torch.Tensor, tokens: Sequence[int]) -> None:
-        runs = [self.runs[key] for key in keys]
-        codes = torch.tensor(tokens, device=hidden.device)
-        frames, sums = self._network.predict(hidden, codes, [run.generator for run in runs])
-        for run, total in zip(runs, sums, strict=True):
-            run.sums.append(total)
-        self._made = Frames(list(keys), frames.to(torch.int16).cpu().numpy())
+        for key, is_finite in zip(keys, torch.isfinite(hidden).all(-1).tolist(), strict=True):
+            if not is_finite:  # nothing can be drawn from them, and trying would fail for all
+                self._broken.setdefault(key, "its numbers grew beyond all bounds")
+        whole = [place for place, key in enumerate(keys) if key not in self._broken]
+        frames = np.zeros((0, 0), np.int16)
+        if whole:
+            runs = [self.runs[keys[place]] for place in whole]
+            codes = torch.tensor(tokens, device=hidden.device)
+            made, sums = self._network.predict(hidden[whole], codes[whole], [run.generator for run in runs])
+            for run, total in zip(runs, sums, strict=True):
+                run.sums.append(total)
+            frames = made.to(torch.int16).cpu().numpy()
+        self._made = Frames([keys[place] for place in whole], frames, dict(self._broken))
 
     def made(self) -> Frames | None:
         made, self._made = self._made, None

@@ -28,7 +28,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from backends.ar import upstream_v2
 from backends.ar.hooks import MADE, MODEL, NOTES, TAP_LAYERS, Gate, Rows, Span, Taps, is_tapped, put_made, run_key
-from backends.ar.ranks import die_with_worker
+from backends.ar.ranks import die_with_worker, tell_reason, unlink_shared_memory
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -121,6 +121,15 @@ class RankWorker(Worker):  # pyright: ignore[reportGeneralTypeIssues]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         die_with_worker()
         super().__init__(*args, **kwargs)
+
+    def init_device(self) -> None:
+        with tell_reason(self.rank):
+            super().init_device()
+        unlink_shared_memory()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with tell_reason(self.rank):
+            super().load_model(*args, **kwargs)
 
 
 RANK_WORKER = f"{__name__}.{RankWorker.__name__}"

@@ -1,78 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run adds to a step on this device, over what any step costs: its weight (see fairness.py).
-
-A step costs a fixed part (starting the kernels, what is done per row) and so much for each token, more where
-attention is long or the device is full. Both are measured when loading, for pictures of growing size, one alone and two
-together: the second adds its *marginal* cost, and sharing saves twice the one minus both.
-"""
+"""Steps timed when loading, one picture alone and two together, for pictures of growing size (see weights.py)."""
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 
 from backends.core.engine import Run
 from backends.core.generate import GenerateRequest
-from backends.diffusion.drawing import Drawing
+from backends.diffusion.drawing import Drawing, Needs
 from backends.diffusion.model import Model
 from backends.diffusion.options import Limits
+from backends.diffusion.weights import Measure, Weights
 from backends.diffusion.wish import Wish
 
-SIDES = (64, 128, 256, 512, 1024)
-PATIENCE_S = 0.1  # sizes beyond one that takes so long are not tried: four times the size may take thirty times it
+SIDES = (64, 128, 256, 512, 1024, 1536)
+LONG_TEXT = 128  # tokens of a prompt at the last size, so that it holds with longer prompts, too
+ENOUGH = 4.0  # what weighs so much shares a step with one other in queues of 8 and more: no need to know larger sizes
+PATIENCE_S = 0.25  # sizes beyond one that takes so long are not tried: four times the size may take thirty times it
 TRIES = 5  # the best counts: whatever else a machine does only makes a step slower
-MARGIN = 0.8  # measurements differ by so much; a run that is near the line goes alone
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Weight by tokens: (tokens, weight) as measured, by tokens. Between two points the line, below the first and
-    beyond the last in proportion."""
-
-    points: tuple[tuple[float, float], ...]
-
-    @classmethod
-    def of_overhead(cls, tokens: int) -> Weights:
-        """For a device whose steps cost as much as so many tokens, whatever is in them."""
-        return cls(((tokens, 1.0),))
-
-    def __call__(self, tokens: float) -> float:
-        before = (0.0, 0.0)
-        for point in self.points:
-            if tokens <= point[0]:
-                return before[1] + (point[1] - before[1]) * (tokens - before[0]) / (point[0] - before[0])
-            before = point
-        return before[1] * tokens / before[0]
-
-    def __str__(self) -> str:
-        return ", ".join(f"{tokens:.0f} tokens {weight:.2f}" for tokens, weight in self.points)
 
 
 def measured_weights(model: Model, limits: Limits) -> Weights:
     """Weights from a few timed steps. Call in inference mode."""
-    points: list[tuple[float, float]] = []
-    saved_least = math.inf
+    return Weights.of_measures(list(_measures(model, limits)))
+
+
+def _measures(model: Model, limits: Limits) -> Iterator[Measure]:
+    found: list[Measure] = []
     for side in SIDES:
-        if side * side > limits.max_pixels and points:
+        if side * side > limits.max_pixels and found:
             break
-        drawings = [_drawing(model, side) for _ in range(2)]
-        alone, pair = _cost(model, drawings[:1]), _cost(model, drawings)
-        saved_least = min(saved_least, MARGIN * (2 * alone - pair))
-        weight = max(0.0, pair - alone) / saved_least if saved_least > 0 else math.inf
-        points.append((drawings[0].tokens, max(weight, points[-1][1] if points else 0.0)))
-        if pair > PATIENCE_S or weight == math.inf:
+        found.append(_measure(model, side))
+        yield found[-1]
+        if found[-1].pair_s > PATIENCE_S or Weights.of_measures(found)(found[-1].tokens) >= ENOUGH:
             break
-    return Weights(tuple(points))
+    yield _measure(model, SIDES[len(found) - 1], LONG_TEXT)
+
+
+def _measure(model: Model, side: int, text: int = 0) -> Measure:
+    ranks = model.options.parallel.cfg  # a picture for each cost as much as one picture costs one rank
+    pair = [_drawing(model, side, text) for _ in range(2 * ranks)]
+    return Measure(ranks * pair[0].tokens, _cost(model, pair[:ranks]), _cost(model, pair))
 
 
 def _cost(model: Model, batch: list[Drawing]) -> float:
     """Seconds of one step, the best of some."""
-    return min(_timed(lambda: model.forward.predict(batch), model.device) for _ in range(TRIES))
+    best = _timed(lambda: model.forward.predict(batch), model.device)
+    for _ in range(TRIES - 1 if best < PATIENCE_S else 1):
+        best = min(best, _timed(lambda: model.forward.predict(batch), model.device))
+    return best
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
@@ -87,14 +67,19 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
     return time.process_time() - started
 
 
-def _drawing(model: Model, side: int) -> Drawing:
-    """A prepared picture of nothing."""
+def _drawing(model: Model, side: int, text: int) -> Drawing:
+    """A prepared picture of nothing; its prompt has at least `text` tokens."""
     prompt = model.text.prompt("calibration of the step engine")
     wish = Wish(
         prompt="", negative_prompt=None, width=side, height=side, steps=2, true_cfg_scale=1.0, seed=0, n=1,
         partial_images=0, guidance_scale=None,
     )  # fmt: skip
+    tokens = wish.picture_tokens + max(text, prompt.tokens)
     run = Run(uuid.uuid4().bytes, "calibration", GenerateRequest())
-    drawing = Drawing(run, wish, 0, prompt, None, wish.picture_tokens + prompt.tokens, 0.0, 0)
+    drawing = Drawing(run, wish, 0, prompt, None, tokens, 0.0, 0, Needs(0, 0, 0))
+    model.encode(drawing)
     model.prepare(drawing)
+    assert drawing.positive is not None
+    if text > prompt.tokens:
+        drawing.positive = drawing.positive.repeat(1, -(-text // prompt.tokens), 1)[:, :text]
     return drawing

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from backends.core.engine import Run
+from backends.diffusion.encoding import Pieces
 from backends.diffusion.options import SIZE_MULTIPLE
 from backends.diffusion.text import Prompt
 from backends.diffusion.wish import Wish
@@ -22,14 +24,23 @@ class Kept(NamedTuple):
     noise: torch.Tensor
 
 
+class Needs(NamedTuple):
+    """Bytes of a drawing (memory.py): held all the time; in a step; and the most it needs at any time by itself."""
+
+    held: int
+    step: int
+    alone: int
+
+
 @dataclass(eq=False, slots=True)
 class Drawing:
     """One request inside the engine; its `n` pictures share steps, scheduler and random stream.
 
-    Set at open: run, wish, seed, prompt and negative prompt, tokens, weight, came_at. Set by the engine's `_prepare`:
-    positive, negative (features (1, tokens, dim)), latents (n, image tokens, channels), scheduler, timesteps, and for
-    an edit condition (latents of its pictures, (1, their tokens, channels)) and, with a mask, kept.
-    Set by each step: latents, step.
+    Set at open: run, wish, seed, prompt and negative prompt, tokens, weight, came_at, needs. Set piece by piece before
+    the first step: pieces, made (what is computed of these), and for an edit digests (of its pictures).
+    Set by `Model.prepare`: positive, negative (features (1, tokens, dim)), latents (n, image tokens, channels),
+    scheduler, timesteps, and for an edit condition (latents of its pictures, (1, their tokens, channels)) and, with a
+    mask, kept. Set by each step: latents, step.
     """
 
     run: Run
@@ -40,6 +51,10 @@ class Drawing:
     tokens: int
     weight: float
     came_at: int
+    needs: Needs
+    pieces: Pieces = field(default_factory=Pieces)
+    made: dict[Hashable, torch.Tensor] = field(default_factory=dict[Hashable, torch.Tensor])
+    digests: tuple[Hashable, ...] = ()
     positive: torch.Tensor | None = None
     negative: torch.Tensor | None = None
     latents: torch.Tensor | None = None
@@ -56,6 +71,15 @@ class Drawing:
     @property
     def is_prepared(self) -> bool:
         return self.latents is not None
+
+    @property
+    def is_inside(self) -> bool:
+        """True if it holds memory."""
+        return bool(self.made) or self.is_prepared
+
+    @property
+    def step_bytes(self) -> int:
+        return self.needs.step
 
     @property
     def steps_left(self) -> int:
@@ -76,6 +100,10 @@ class Drawing:
         """Frames, rows and columns of image tokens: of what is drawn, then of the pictures it comes from."""
         sizes = ((self.wish.width, self.wish.height), *self.wish.sources)
         return tuple((1, height // SIZE_MULTIPLE, width // SIZE_MULTIPLE) for width, height in sizes)
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The prompt, and the negative prompt if it counts."""
+        return (self.prompt,) if self.negative_prompt is None else (self.prompt, self.negative_prompt)
 
     def branches(self) -> tuple[torch.Tensor, ...]:
         """Text features of each guidance branch: with the prompt, and with the negative prompt if it counts."""

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,14 @@ from PIL import Image
 from backends.core.generate import Part
 from backends.diffusion.description import source_size
 from backends.diffusion.drawing import Drawing, Kept
+from backends.diffusion.encoding import Pieces
 from backends.diffusion.options import MAX_PICTURES
-from backends.diffusion.text import Prompt, Template
-from backends.diffusion.upstream import QwenImageEditInpaintPipeline, QwenImageEditPlusPipeline
+from backends.diffusion.text import Prompt, Template, features
+from backends.diffusion.upstream import (
+    DiagonalGaussianDistribution,
+    QwenImageEditInpaintPipeline,
+    QwenImageEditPlusPipeline,
+)
 from backends.diffusion.vae import Codec
 
 PAD = "<|image_pad|>"
@@ -51,18 +58,21 @@ class Editor:
         ids = [i for token in plain.ids for i in ([token] * next(left) if token == self._pad else [token])]
         return plain._replace(ids=tuple(ids), picture_tokens=sum(counts))
 
-    def look(self, drawing: Drawing, generator: torch.Generator) -> None:
-        """Set the drawing's features and condition. A condition under a mask is drawn from the VAE's distribution."""
+    def pieces(self, drawing: Drawing) -> Pieces:
+        """What the text encoder sees in the pictures, with each prompt, and what the VAE makes of each picture."""
         wish = drawing.wish
-        pictures = [Image.fromarray(_pixels(drawing, part)) for part in wish.pictures]
-        seen = self._seen(pictures)
-        drawing.positive = self._features(drawing.prompt, seen)
-        if drawing.negative_prompt is not None:
-            drawing.negative = self._features(drawing.negative_prompt, seen)
-        sources = [self._source(picture, size) for picture, size in zip(pictures, wish.sources, strict=True)]
-        dtype = drawing.positive.dtype
-        latents = [self._latents(s.to(dtype), generator if wish.mask else None) for s in sources]
-        drawing.condition = torch.cat(latents, dim=1)
+        pixels = [_pixels(drawing, part) for part in wish.pictures]
+        drawing.digests = tuple((p.shape, hashlib.sha256(p.tobytes()).digest()) for p in pixels)
+        seen = cache(lambda: self._seen([Image.fromarray(p) for p in pixels]))
+        found: Pieces = {(p, drawing.digests): partial(self._features, p, seen) for p in drawing.prompts()}
+        for key, array in zip(source_keys(drawing), pixels, strict=True):
+            found[key] = partial(self._moments, array, key[1])
+        return found
+
+    def condition(self, drawing: Drawing, generator: torch.Generator) -> torch.Tensor:
+        """Latents of the pictures, (1, their tokens, channels): the most likely ones, under a mask drawn at random."""
+        dice = generator if drawing.wish.mask else None
+        return torch.cat([self._latents(drawing.made[key], dice) for key in source_keys(drawing)], dim=1)
 
     def kept(self, drawing: Drawing) -> Kept:
         """The mask, one value per number of the latents."""
@@ -81,32 +91,34 @@ class Editor:
         small = [resize(picture, height, width) for picture, (width, height) in zip(pictures, sizes, strict=True)]
         return self._pipe.processor.image_processor(images=small, return_tensors="pt").to(self._device)
 
-    def _features(self, prompt: Prompt, seen: Any) -> torch.Tensor:
+    def _features(self, prompt: Prompt, seen: Callable[[], Any]) -> torch.Tensor:
         """(1, prompt.tokens, dim)"""
-        encoder = self._pipe.text_encoder
-        tokens = torch.tensor([prompt.ids], device=self._device)
-        hidden = encoder(
-            input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True, **seen
-        ).hidden_states[-1]
-        return hidden[:, prompt.skip :].to(encoder.dtype).contiguous()
+        return features(self._pipe.text_encoder, prompt, self._device, **seen())
 
     def _pack(self, spread: torch.Tensor) -> torch.Tensor:
         """(1, channels, …, rows, columns) as the transformer takes latents."""
         return self._pipe._pack_latents(spread.contiguous(), 1, spread.shape[1], *spread.shape[-2:])
 
-    def _source(self, picture: Image.Image, size: tuple[int, int]) -> torch.Tensor:
-        """(1, 3, 1, height, width) in -1..1"""
+    def _moments(self, pixels: np.ndarray, size: tuple[int, int]) -> torch.Tensor:
+        """The VAE's distribution of latents of a picture brought to (width, height)."""
         width, height = size
-        return self._pipe.image_processor.preprocess(picture, height, width).unsqueeze(2).to(self._device)
+        source = self._pipe.image_processor.preprocess(Image.fromarray(pixels), height, width).unsqueeze(2)
+        return self._codec.encode(source.to(self._device, self._pipe.text_encoder.dtype)).parameters
 
-    def _latents(self, source: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    def _latents(self, moments: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
         """(1, image tokens, channels); without a generator the most likely ones."""
-        found = self._codec.encode(source)
-        config = self._pipe.vae.config
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1).to(source) for v in (config.latents_mean, config.latents_std))
+        found, config = DiagonalGaussianDistribution(moments), self._pipe.vae.config
+        mean, std = (
+            torch.tensor(v).view(1, -1, 1, 1, 1).to(moments) for v in (config.latents_mean, config.latents_std)
+        )
         if generator is not None:  # the inpaint pipeline multiplies, which rounds otherwise
             return self._pack((found.sample(generator) - mean) * (1.0 / std))
         return self._pack((found.mode() - mean) / std)
+
+
+def source_keys(drawing: Drawing) -> list[tuple[Hashable, tuple[int, int]]]:
+    """Which pieces the latents of its pictures are made of."""
+    return list(zip(drawing.digests, drawing.wish.sources, strict=True))
 
 
 def _pixels(drawing: Drawing, part: Part) -> np.ndarray:

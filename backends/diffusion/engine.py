@@ -7,7 +7,6 @@ import logging
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,31 +15,24 @@ from backends.core.chunk import Tensor
 from backends.core.engine import Event, Failed, Finished, Output, Progress, Run
 from backends.core.errors import BadRequest, Internal, StageFailed
 from backends.core.pipeline import EngineContext
-from backends.diffusion.calibrate import Weights, measured_weights
+from backends.diffusion.answer import Decode, due_previews, meta, usage
+from backends.diffusion.calibrate import measured_weights
 from backends.diffusion.drawing import Drawing
-from backends.diffusion.fairness import choose
+from backends.diffusion.fairness import choose, ranked
 from backends.diffusion.forward import COMPUTE_ERRORS, Prediction
+from backends.diffusion.memory import fitting
 from backends.diffusion.model import Model, find_model
 from backends.diffusion.options import read_options
 from backends.diffusion.text import Prompt
+from backends.diffusion.weights import Weights
 from backends.diffusion.wish import MAX_SEED, Wish, read_wish
 
 log = logging.getLogger("triton_omni.diffusion")
 
-@dataclass(slots=True)
-class Decode:
-    """Pictures of a drawing that wait for the VAE, from `index` on: finished ones, or preview number `partial`."""
-
-    drawing: Drawing
-    latents: torch.Tensor
-    index: int
-    step: int
-    partial: int | None
-
 
 class DiffusionEngine:
-    """Draws pictures for the `image` output. Between two steps at most one prompt and one picture go through their
-    networks, so a step never stalls for longer than that."""
+    """Draws pictures for the `image` output. Between two steps the prompts of one request, or one picture to edit, are
+    encoded and one picture is decoded, so a step never stalls for longer than that."""
 
     def __init__(self, context: EngineContext, package_dir: str = "") -> None:
         self.stage = context.stage
@@ -76,10 +68,12 @@ class DiffusionEngine:
         if wish.has_guidance:
             assert wish.negative_prompt is not None
             negative = self._prompt(wish, wish.negative_prompt, f"stages.{self.stage}.negative_prompt")
-        picture = wish.picture_tokens + wish.source_tokens
-        tokens = sum(picture + p.tokens for p in (prompt, negative) if p is not None) * wish.n
+        prompts = [prompt] if negative is None else [prompt, negative]
+        needs = self.model.memory.check(wish, prompts, f"stages.{self.stage}")
+        rows = [wish.picture_tokens + wish.source_tokens + p.tokens for p in prompts]
+        weight = wish.n * sum(self.weights(tokens) for tokens in rows)
         seed = secrets.randbelow(MAX_SEED + 1) if wish.seed is None else wish.seed
-        drawing = Drawing(run, wish, seed, prompt, negative, tokens, self.weights(tokens), self.tokens_done)
+        drawing = Drawing(run, wish, seed, prompt, negative, wish.n * sum(rows), weight, self.tokens_done, needs)
         run.state = drawing
         self._drawings.append(drawing)
 
@@ -91,16 +85,19 @@ class DiffusionEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._decodes) or any(self._can_step(d) for d in self._drawings)
+        return bool(self._decodes or self._choose())
 
     def step(self) -> Sequence[Event]:
-        """Decode one picture, encode one prompt, then one denoise step for the drawings chosen."""
+        """Decode a picture, encode something for a drawing, then one denoise step for the drawings chosen."""
         events: list[Event] = []
         with torch.inference_mode():
             self._decode(events)
-            chosen = choose([d for d in self._drawings if self._can_step(d)], self.tokens_done, self.most_tokens)
-            if self._prepare(chosen, events):
-                self._denoise([d for d in chosen if d.is_prepared and d in self._drawings], events)
+            self._prepare(self._choose(), events)
+            chosen = self._choose()
+            if any(not d.is_prepared for d in chosen) and any(d.step for d in self._drawings if self._can_step(d)):
+                chosen = self._choose(only_prepared=True)  # nobody who has begun waits for others' pictures
+            if all(d.is_prepared for d in chosen):  # a batch begins with its last member
+                self._denoise(chosen, events)
         return events
 
     def close(self) -> None:
@@ -129,38 +126,39 @@ class DiffusionEngine:
             self._fail(drawing, f"decoding failed: {error}", events)
             return
         for picture in pictures:
-            events.append(Output(drawing.run, "image", (Tensor.of("image", picture),), _meta(decode)))
+            events.append(Output(drawing.run, "image", (Tensor.of("image", picture),), meta(decode)))
             decode.index += 1
         if decode.index < len(decode.latents):
             self._decodes.append(decode)
         elif decode.partial is None:
             self._drop(drawing)
-            events.append(Finished(drawing.run, "stop", _usage(drawing)))
+            events.append(Finished(drawing.run, "stop", usage(drawing)))
 
-    def _prepare(self, chosen: Sequence[Drawing], events: list[Event]) -> bool:
-        """Prepare new drawings, one encode at most; False if a fresh batch should wait for its last member."""
+    def _choose(self, only_prepared: bool = False) -> list[Drawing]:
+        """Whose turn the next step is."""
+        ready = [d for d in self._drawings if self._can_step(d) and (d.is_prepared or not only_prepared)]
+        inside = [d for d in self._drawings if d.is_inside]
+        fit, room = fitting(ranked(ready, self.tokens_done), inside, self.model.memory.most)
+        return choose(fit, self.tokens_done, self.most_tokens, room)
+
+    def _prepare(self, chosen: Sequence[Drawing], events: list[Event]) -> None:
+        """Make new drawings ready, or one of them readier by an encode: there is no second one."""
         may_encode = True
-        for drawing in chosen:
-            if drawing.is_prepared:
-                continue
-            known = self.model.text.knows(drawing.prompt) and self.model.text.knows(drawing.negative_prompt)
-            if not known and not may_encode:
-                continue
-            may_encode = may_encode and known
+        for drawing in [d for d in chosen if not d.is_prepared]:
             try:
-                self.model.prepare(drawing)
+                if may_encode and self.model.missing(drawing):
+                    self.model.encode(drawing)
+                    may_encode = False
+                if not self.model.missing(drawing):
+                    self.model.prepare(drawing)
             except COMPUTE_ERRORS as error:
                 log.exception("request %s: prepare failed", drawing.run.request_id)
                 self._fail(drawing, f"preparing failed: {error}", events)
-        left = [d for d in chosen if not d.is_prepared and d in self._drawings]
-        return not left or any(d.step for d in chosen)
 
     def _denoise(self, batch: list[Drawing], events: list[Event]) -> None:
         """One forward for all of `batch`, then guidance and scheduler one by one."""
-        if not batch:
-            return
         for drawing, prediction in self._predict(batch, events):
-            due, number = _due_previews(drawing.wish), drawing.step + 1
+            due, number = due_previews(drawing.wish), drawing.step + 1
             try:
                 preview = self.model.update(drawing, prediction, number in due)
                 events.append(Progress(drawing.run, {"step": number, "steps": drawing.wish.steps}))
@@ -181,12 +179,14 @@ class DiffusionEngine:
         """Fast previews, at once."""
         drawing = decode.drawing
         for picture in self.model.preview(decode.latents, drawing.wish.width, drawing.wish.height):
-            meta = _meta(decode) | {"preview": "fast"}
-            events.append(Output(drawing.run, "image", (Tensor.of("image", picture),), meta))
+            said = meta(decode) | {"preview": "fast"}
+            events.append(Output(drawing.run, "image", (Tensor.of("image", picture),), said))
             decode.index += 1
 
     def _predict(self, batch: list[Drawing], events: list[Event]) -> list[tuple[Drawing, Prediction]]:
         """The batch's predictions; if the forward fails, each drawing's own, and only the culprits fail."""
+        if not batch:
+            return []
         try:
             found = self.model.predict(batch)
             self._count(batch)
@@ -229,40 +229,3 @@ class DiffusionEngine:
 
     def _drop_previews(self, drawing: Drawing) -> None:
         self._decodes = [d for d in self._decodes if d.drawing is not drawing or d.partial is None]
-
-
-def _due_previews(wish: Wish) -> list[int]:
-    """Steps after which a preview is made, evenly spread and none after the last."""
-    if wish.preview_every:
-        return list(range(wish.preview_every, wish.steps, wish.preview_every))
-    parts = wish.partial_images + 1
-    return sorted({max(1, wish.steps * k // parts) for k in range(1, parts)} - {wish.steps})
-
-
-def _meta(decode: Decode) -> dict[str, Any]:
-    """Facts about a picture."""
-    drawing = decode.drawing
-    meta: dict[str, Any] = {
-        "index": decode.index, "partial": decode.partial is not None, "step": decode.step, "steps": drawing.wish.steps,
-        "seed": drawing.seed, "cfg_applied": drawing.wish.has_guidance,
-    }  # fmt: skip
-    if drawing.wish.lora:
-        meta["lora"] = drawing.wish.lora
-    if drawing.wish.step_cache:
-        meta["step_cache"] = True
-    if decode.partial is not None:
-        meta["partial_image_index"] = decode.partial
-    if drawing.wish.guidance_scale is not None:
-        meta["guidance_scale_applied"] = False
-    return meta
-
-
-def _usage(drawing: Drawing) -> dict[str, float]:
-    wish = drawing.wish
-    return {
-        "prompt_tokens": drawing.prompt.tokens,
-        "prompt_image_tokens": drawing.prompt.picture_tokens,
-        "completion_tokens": wish.n * wish.picture_tokens,
-        "images": wish.n,
-        "steps": wish.steps,
-    }

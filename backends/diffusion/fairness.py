@@ -33,6 +33,11 @@ class Claim(Protocol):
         ...
 
     @property
+    def step_bytes(self) -> int:
+        """Bytes its part of a step needs."""
+        ...
+
+    @property
     def weight(self) -> float:
         """What these tokens add to a step, over the fixed cost of a step."""
         ...
@@ -66,14 +71,22 @@ THRIFT = 4
 tenth more throughput for a twelfth of the mean latency."""
 
 
-def choose(claims: Sequence[C], now: int, most_tokens: int) -> list[C]:
-    """The neediest claim, and by need those of its manner that make the average earlier, within `most_tokens`."""
-    ranked = sorted(claims, key=lambda c: -need(c, now))  # stable: equal needs keep the order of arrival
-    chosen = ranked[:1]
-    tokens = sum(c.tokens for c in chosen)
-    for claim in [c for c in ranked[1:] if c.manner == ranked[0].manner]:
+def ranked(claims: Sequence[C], now: int) -> list[C]:
+    """The neediest first; equal needs keep the order of arrival."""
+    return sorted(claims, key=lambda c: -need(c, now))
+
+
+def choose(claims: Sequence[C], now: int, most_tokens: int, most_bytes: int) -> list[C]:
+    """The neediest claim, whatever it takes, and by need those of its manner that make the average earlier, within
+    `most_tokens` and `most_bytes`."""
+    if not claims:
+        return []
+    first, *others = ranked(claims, now)
+    chosen, tokens, step_bytes = [first], first.tokens, first.step_bytes
+    for claim in others:
         pays = (len(chosen) + 1) * claim.weight * max(1, len(chosen) / THRIFT) <= len(claims)
-        if pays and tokens + claim.tokens <= most_tokens:
+        fits = tokens + claim.tokens <= most_tokens and step_bytes + claim.step_bytes <= most_bytes
+        if claim.manner == first.manner and pays and fits:
             chosen.append(claim)
-            tokens += claim.tokens
+            tokens, step_bytes = tokens + claim.tokens, step_bytes + claim.step_bytes
     return chosen

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from backends.diffusion.batching import forward_of
 from backends.diffusion.context import check_shareable
 from backends.diffusion.drawing import Drawing, Kept
 from backends.diffusion.edit import Editor
+from backends.diffusion.encoding import Cache, Pieces
 from backends.diffusion.forward import Forward, Prediction
 from backends.diffusion.lora import Loras
+from backends.diffusion.memory import Memory
 from backends.diffusion.options import SIZE_MULTIPLE, DiffusionOptions, Limits
 from backends.diffusion.ranks import Ranks, Spread
 from backends.diffusion.sketch import Sketch
@@ -65,21 +68,26 @@ class Model:
         self.factor: int = pipe.vae_scale_factor
         if self.factor * 2 != SIZE_MULTIPLE:
             raise OptionsError(f"model '{options.model}': a token is {self.factor * 2} pixels, not {SIZE_MULTIPLE}")
-        as_stock = options.batching == "seq" or options.vae_tiling
+        as_stock = options.batching == "seq" or options.vae_tiling or options.offload == "model"
         self.codec = stock_codec(pipe.vae, options.vae_tiling) if as_stock else one_frame_codec(pipe.vae)
         self.editor: Editor | None = None
         if hasattr(pipe, "processor"):
             self.editor = Editor(pipe, self.device, self.codec, options.defaults.source_pixels)
             pipe = QwenImagePipeline(**{name: part for name, part in pipe.components.items() if name != "processor"})
         self.pipe: Any = pipe
-        self.text = PromptEncoder(pipe, self.device, options.text_cache)
-        self.sketch = Sketch(self.codec, self.factor, pipe.vae.dtype, self.device)
+        self.text = PromptEncoder(pipe, self.device)
+        self.cache = Cache(options.cache_bytes)
+        self.encoded = 0
+        """Prompts and pictures encoded so far."""
         self.loras = Loras(self.pipe, {n: Path(models_dir, f) for n, f in options.loras.items()})
         self._place()
+        with torch.inference_mode():
+            self.sketch = Sketch(self.codec, self.factor, pipe.vae.dtype, self.device)
         own = forward_of(self.pipe.transformer, options)
         several = options.parallel.ranks > 1  # weights are read one rank after the other: host memory holds them once
         self.ranks = Ranks(folder, options, self.device, self.pipe.transformer) if several else None
         self.forward: Forward = own if self.ranks is None else Spread(own, self.ranks, options)
+        self.memory = Memory(self.pipe, options, self.device)
         threshold = options.step_cache_threshold
         self.step_cached = StepCached(self.pipe.transformer, threshold) if threshold else None
 
@@ -143,16 +151,37 @@ class Model:
             self.ranks.close()
 
     # --- one drawing ---------------------------------------------------------------------------------------------
+    def missing(self, drawing: Drawing) -> Pieces:
+        """What is still to be computed before the first step; what is kept from other drawings is taken."""
+        if not drawing.pieces:
+            drawing.pieces = self._pieces(drawing)
+        for key in drawing.pieces:
+            kept = self.cache.get(key)
+            if kept is not None:
+                drawing.made[key] = kept
+        return {key: compute for key, compute in drawing.pieces.items() if key not in drawing.made}
+
+    def encode(self, drawing: Drawing) -> None:
+        """Compute what is missing of its text or, for an edit, the first missing piece."""
+        for key, compute in list(self.missing(drawing).items())[: 1 if drawing.wish.pictures else None]:
+            drawing.made[key] = compute()
+            self.cache.put(key, drawing.made[key])
+            self.encoded += 1
+
+    def _pieces(self, drawing: Drawing) -> Pieces:
+        if self.editor is not None and drawing.wish.pictures:
+            return self.editor.pieces(drawing)
+        return {(prompt, ()): partial(self.text.features, prompt) for prompt in drawing.prompts()}
+
     def prepare(self, drawing: Drawing) -> None:
-        """Features, noise and schedule, as the stock pipeline makes them."""
+        """Features, noise and schedule, as the stock pipeline makes them. Nothing may be missing."""
         wish = drawing.wish
         generator = torch.Generator().manual_seed(drawing.seed)  # on the CPU: the same noise on every device
+        made = [drawing.made[prompt, drawing.digests] for prompt in drawing.prompts()]
+        drawing.positive, drawing.negative = (*made, None)[:2]
         if self.editor is not None and wish.pictures:
-            self.editor.look(drawing, generator)
-        else:
-            drawing.positive = self.text.features(drawing.prompt)
-            if drawing.negative_prompt is not None:
-                drawing.negative = self.text.features(drawing.negative_prompt)
+            drawing.condition = self.editor.condition(drawing, generator)
+        drawing.pieces, drawing.made = {}, {}
         channels = self.pipe.transformer.config.in_channels // 4
         drawing.latents = self.pipe.prepare_latents(
             wish.n, channels, wish.height, wish.width, drawing.branches()[0].dtype, self.device, generator

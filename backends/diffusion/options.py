@@ -91,7 +91,9 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                       (fairness.py); 0: measured when loading, for pictures of growing size
     max_batch_tokens  tokens one forward may hold, unless a single run needs more; 1: one by one; 0: no bound
     max_prompt_tokens longest prompt, counted after the template
-    text_cache        prompts whose features are kept
+    memory_bytes      what drawings may need at one time, beside the weights; who needs more is refused, who needs more
+                      than is left waits; 0: nine tenths of what is free when the model has loaded
+    cache_bytes       features of prompts and latents of pictures to edit that are kept, the newest used
     vae_tiling        decode large pictures in tiles (needs less memory; seams are blended, not exact)
     loras             adapters by name: folders or files, looked up like models; a request names one (`lora`)
     step_cache_threshold  lets requests skip parts of steps (`step_cache`; not exact); larger skips more; 0: refuse
@@ -108,7 +110,8 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_overhead_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_batch_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_prompt_tokens: Count = 512
-    text_cache: Annotated[int, msgspec.Meta(ge=0)] = 32
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = 256 * 1024 * 1024
     vae_tiling: bool = False
     loras: dict[str, str] = {}
     step_cache_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0

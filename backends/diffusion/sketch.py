@@ -13,19 +13,18 @@ import torch.nn.functional as F
 from backends.diffusion.vae import Codec
 
 SIDE = 128
-COARSENESS = (1, 2, 4, 8)  # patches a side; what a denoiser's early pictures look like
+COARSENESS = (2, 4, 8)  # patches a side; what a denoiser's early pictures look like
 
 
 class Sketch:
-    """Latents as the VAE has them, (n, channels, 1, h, w), to RGB in -1..1, (n, 3, 8h, 8w). Fitted at first use."""
+    """Latents as the VAE has them, (n, channels, 1, h, w), to RGB in -1..1, (n, 3, 8h, 8w). Fitted when made: three
+    small pictures there and back. Call in inference mode."""
 
     def __init__(self, codec: Codec, factor: int, dtype: torch.dtype, device: torch.device) -> None:
         self._codec, self._factor, self._dtype, self._device = codec, factor, dtype, device
-        self._map: torch.Tensor | None = None
+        self._map = self._fit()
 
     def __call__(self, latents: torch.Tensor) -> torch.Tensor:
-        if self._map is None:
-            self._map = self._fit()
         colours = torch.einsum("nchw,cr->nrhw", latents[:, :, 0].float(), self._map[:-1])
         colours = colours + self._map[-1].view(1, 3, 1, 1)
         return F.interpolate(colours, scale_factor=self._factor, mode="bilinear").clamp(-1.0, 1.0)
@@ -35,7 +34,7 @@ class Sketch:
         generator = torch.Generator().manual_seed(0)
         rows: list[torch.Tensor] = []
         colours: list[torch.Tensor] = []
-        for patches in COARSENESS * 3:
+        for patches in COARSENESS:
             small = torch.rand(1, 3, patches, patches, generator=generator).round() * 2 - 1  # pure colours
             picture = F.interpolate(small, (SIDE, SIDE), mode="bilinear").to(self._device, self._dtype)
             latents = self._codec.encode(picture[:, :, None]).mode()

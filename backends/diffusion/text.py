@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to token ids to features, with the newest features kept."""
+"""Prompts to token ids to features."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
@@ -50,34 +49,27 @@ class Template:
 class PromptEncoder:
     """Features of prompts that are text only."""
 
-    def __init__(self, pipe: Any, device: torch.device, capacity: int) -> None:
+    def __init__(self, pipe: Any, device: torch.device) -> None:
         self._template = Template(pipe.tokenizer, pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx)
         self._encoder, self._device = pipe.text_encoder, device
-        self._capacity = capacity
-        self._kept: OrderedDict[Prompt, torch.Tensor] = OrderedDict()
-        self.encoded = 0
-        """Encoder forwards so far."""
 
     def prompt(self, text: str) -> Prompt:
         """The prompt in its template."""
         return self._template.prompt(text)
 
-    def knows(self, prompt: Prompt | None) -> bool:
-        """True if `features` would not have to compute."""
-        return prompt is None or prompt in self._kept
-
     def features(self, prompt: Prompt) -> torch.Tensor:
         """(1, prompt.tokens, dim) on the device."""
-        if prompt in self._kept:
-            self._kept.move_to_end(prompt)
-            return self._kept[prompt]
-        tokens = torch.tensor([prompt.ids], device=self._device)
-        hidden = self._encoder(
-            input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True
-        ).hidden_states[-1]
-        found = hidden[:, prompt.skip :].to(self._encoder.dtype).contiguous()
-        self.encoded += 1
-        self._kept[prompt] = found
-        while len(self._kept) > self._capacity:
-            self._kept.popitem(last=False)
-        return found
+        return features(self._encoder, prompt, self._device)
+
+
+def features(encoder: Any, prompt: Prompt, device: torch.device, **pictures: Any) -> torch.Tensor:
+    """(1, prompt.tokens, dim): the encoder's last hidden states after the template's first tokens."""
+    tokens = torch.tensor([prompt.ids], device=device)
+    hidden = encoder(
+        input_ids=tokens,
+        attention_mask=torch.ones_like(tokens),
+        output_hidden_states=True,
+        logits_to_keep=1,  # nobody reads them, and all of them would be large
+        **pictures,
+    ).hidden_states[-1]
+    return hidden[:, prompt.skip :].to(encoder.dtype).contiguous()

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import shutil
 
 import numpy as np
 import pytest
 
+from backends.core.engine import OptionsError
 from backends.core.generate import Sampling
 from backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from tests.kit.ar_worker import become_ar_worker
@@ -137,3 +140,14 @@ def test_joining_and_leaving_change_nothing_and_free_everything(chain, reference
     for runs in chain.engines["talker"].llm.collective_rpc(row_runs):
         assert len(runs) == 1, "a rank still holds runs that are over"
     chain.run()
+
+
+def test_what_cannot_be_spread_is_refused_in_words(folder, tmp_path):
+    """Heads that three ranks cannot share stop vLLM at once; broken weights are found by a rank, in its process."""
+    with pytest.raises(Exception, match="divisible by tensor parallel size"):
+        engines(folder, {"tensor_parallel_size": 3})
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    with pytest.raises(OptionsError, match=r"stage 'thinker', rank [01]: SafetensorError: "):
+        engines(broken, RANKS)

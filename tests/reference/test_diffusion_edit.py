@@ -11,6 +11,7 @@ import pytest
 
 from backends.core.engine import Finished, Output, Run
 from backends.core.errors import BadRequest
+from tests.kit.stock_edit import bring_to_source_pixels, edited_by, stock_of
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo, save_tiny_edit
 from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures
 
@@ -36,56 +37,9 @@ def zero_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_edit(tmp_path_factory.mktemp("edit") / "zero", several=True, sources_at_zero=True)
 
 
-def stock_of(kind: Any, folder: Path) -> Any:
-    from backends.diffusion.upstream import be_quiet
-
-    be_quiet()
-    pipe = kind.from_pretrained(folder, dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 @pytest.fixture
 def small_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stock pipelines bring pictures to SOURCE_PIXELS instead of a megapixel; nothing else is changed."""
-    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
-
-    stock, part = pipeline_qwenimage_edit.calculate_dimensions, SOURCE_PIXELS / (1024 * 1024)
-    for name, values in (("edit", 3), ("edit_inpaint", 3), ("edit_plus", 2)):
-        place = f"diffusers.pipelines.qwenimage.pipeline_qwenimage_{name}.calculate_dimensions"
-        monkeypatch.setattr(place, lambda area, ratio, values=values: stock(area * part, ratio)[:values])
-
-
-def drawn_by(pipe: Any, run: Run, output: str) -> list[np.ndarray]:
-    from PIL import Image
-
-    asked, (message,) = run.request.stages["denoiser"], run.request.messages
-    flat = np.asarray(run.inputs["image"].data)
-    items = [
-        Image.fromarray(flat[p.offset : p.offset + p.length].reshape(p.shape))
-        for p in message.parts
-        if p.type == "image"
-    ]
-    masks = [i for i in items if i.mode == "L"]
-    given = [i for i in items if i.mode == "RGB"]
-    more: dict[str, Any] = {k: asked[k] for k in ("width", "height") if k in asked}
-    if masks:
-        more |= {"mask_image": masks[0], "strength": 1.0}
-    negative = asked.get("negative_prompt")
-    return [
-        np.asarray(image)
-        for image in pipe(
-            image=given if "Plus" in type(pipe).__name__ else given[0],
-            prompt=message.parts[-1].text,
-            negative_prompt=negative,
-            true_cfg_scale=asked["true_cfg_scale"] if negative else 1.0,
-            num_inference_steps=asked["steps"],
-            num_images_per_prompt=asked.get("n", 1),
-            generator=torch.Generator().manual_seed(asked["seed"]),
-            output_type=output,
-            **more,
-        ).images
-    ]
+    bring_to_source_pixels(monkeypatch)
 
 
 def whole() -> list[Run]:
@@ -144,8 +98,8 @@ def test_edits_are_those_of_the_stock_pipeline(
         latents |= {r.id: r.state.latents for r in runs if not r.state.steps_left}
     for run in runs:
         assert [type(e) for e in ends(events, run)] == [Finished]
-        assert float(np.abs(latents[run.id].numpy() - np.stack(drawn_by(stock, run, "latent"))).max()) <= tolerance
-        for ours, theirs in zip(pictures(events, run), drawn_by(stock, run, "pil"), strict=True):
+        assert float(np.abs(latents[run.id].numpy() - np.stack(edited_by(stock, run, "latent"))).max()) <= tolerance
+        for ours, theirs in zip(pictures(events, run), edited_by(stock, run, "pil"), strict=True):
             assert ours.shape == theirs.shape
             assert int(np.abs(ours.astype(int) - theirs.astype(int)).max()) <= (1 if tolerance else 0)
 
@@ -171,7 +125,7 @@ def test_a_picture_is_brought_to_a_megapixel_as_the_stock_pipeline_does(folder, 
     engine.open(run)
     (ours,) = pictures(finish(engine), run)
     stock = stock_of(QwenImageEditInpaintPipeline if with_mask else QwenImageEditPipeline, folder)
-    (theirs,) = drawn_by(stock, run, "pil")
+    (theirs,) = edited_by(stock, run, "pil")
     assert ours.shape == theirs.shape == (768, 1376, 3)
     assert int(np.abs(ours.astype(int) - theirs.astype(int)).max()) <= 1
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -160,9 +161,9 @@ def test_between_two_steps_at_most_one_prompt_and_one_picture_go_through_their_n
     for i in range(4):
         engine.open(image_run(f"the number {i}", width=64, height=64, steps=2, seed=i, n=2, partial_images=1))
     while engine.busy:
-        encoded, step = engine.model.text.encoded, steady.state.step
+        encoded, step = engine.model.encoded, steady.state.step
         events = engine.step()
-        assert engine.model.text.encoded - encoded <= 1
+        assert engine.model.encoded - encoded <= 1
         assert sum(isinstance(e, Output) for e in events) <= 1
         assert steady.state.step == step + 1 or not steady.state.steps_left
 
@@ -188,11 +189,11 @@ def test_a_run_stopped_while_it_waits_is_never_encoded(folder) -> None:
     first, waiting = (image_run(f"the number {i}", width=64, height=64, steps=3, seed=i) for i in range(2))
     engine.open(first)
     engine.step()
-    encoded = engine.model.text.encoded
+    encoded = engine.model.encoded
     engine.open(waiting)
     engine.stop(waiting)
     finish(engine)
-    assert engine.model.text.encoded == encoded
+    assert engine.model.encoded == encoded
 
 
 def test_a_blocked_run_pauses_and_the_others_go_on(engine: Any) -> None:
@@ -338,11 +339,16 @@ def test_special_tokens_in_a_prompt_are_text(engine: Any, stock: Any) -> None:
 
 
 def test_features_are_kept_and_forgotten_in_order(folder) -> None:
-    engine = engine_of(folder, text_cache=2)
+    engine = engine_of(folder)
+    engine.open(image_run("a", width=64, height=64, steps=2, seed=0))
+    finish(engine)
+    size = engine.model.cache.bytes  # of the features of one letter
+    engine = engine_of(folder, cache_bytes=2 * size)
     for prompt, encoded in (("a", 1), ("b", 2), ("a", 2), ("c", 3), ("a", 3), ("b", 4)):
         engine.open(image_run(prompt, width=64, height=64, steps=2, seed=0))
         finish(engine)
-        assert engine.model.text.encoded == encoded
+        assert engine.model.encoded == encoded
+        assert engine.model.cache.bytes <= 2 * size
 
 
 def test_deploy_values_are_checked_when_loading(folder) -> None:
@@ -357,6 +363,7 @@ def test_deploy_values_are_checked_when_loading(folder) -> None:
         engine.open(Run(b"1" * 16, "r", GenerateRequest(operation="image")))
     weights = engine_of(folder, step_overhead_tokens=0).weights
     assert 0 <= weights(16) <= weights(64) <= weights(1000) and weights(1000) > 0
+    assert weights(1 << 20) == math.inf  # never tried, so never shared
 
 
 def test_tiled_decode_and_bfloat16_draw(folder) -> None:

@@ -37,6 +37,16 @@ def edit_folder(tmp_path_factory: pytest.TempPathFactory):
     return save_tiny_edit(tmp_path_factory.mktemp("edit") / "tiny")
 
 
+@pytest.fixture(scope="module")
+def several_folder(tmp_path_factory: pytest.TempPathFactory):
+    return save_tiny_edit(tmp_path_factory.mktemp("edit") / "several", several=True)
+
+
+@pytest.fixture(scope="module")
+def zero_folder(tmp_path_factory: pytest.TempPathFactory):
+    return save_tiny_edit(tmp_path_factory.mktemp("edit") / "zero", several=True, sources_at_zero=True)
+
+
 @pytest.fixture(autouse=True)
 def one_thread_afterwards():
     yield
@@ -59,14 +69,15 @@ def requests(count: int) -> list[dict[str, Any]]:
     return found
 
 
-def with_edits(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same, but two of three edit a picture, every other of them under a mask."""
+def with_edits(asked: list[dict[str, Any]], several: bool) -> list[dict[str, Any]]:
+    """The same, but two of three edit pictures: one, every other time under a mask, or up to three."""
     found: list[dict[str, Any]] = []
     for number, one in enumerate(asked):
         if number % 3:
             width, height = one.pop("width"), one.pop("height")
-            mask = hole(width, height) if number % 2 else None
-            one |= {"pictures": [photo(width, height, number)], "mask": mask}
+            mask = hole(width, height) if number % 2 and not several else None
+            count = 1 + number % 3 if several else 1
+            one |= {"pictures": [photo(width, height, number % 4 + i) for i in range(count)], "mask": mask}
         found.append(one)
     return found
 
@@ -117,9 +128,11 @@ def test_bytes_do_not_depend_on_company(folder, threads: int, count: int, budget
     compare(folder, requests(count), budgets, threads=threads)
 
 
-def test_bytes_of_edits_do_not_depend_on_company(edit_folder) -> None:
+@pytest.mark.parametrize("checkpoint", ["edit_folder", "several_folder", "zero_folder"])
+def test_bytes_of_edits_do_not_depend_on_company(request: pytest.FixtureRequest, checkpoint: str) -> None:
+    asked = with_edits(requests(18), several=checkpoint != "edit_folder")
     defaults = {"source_pixels": SOURCE_PIXELS}
-    compare(edit_folder, with_edits(requests(18)), (1000, 100_000), threads=1, defaults=defaults)
+    compare(request.getfixturevalue(checkpoint), asked, (1000, 100_000), threads=1, defaults=defaults)
 
 
 def compare(folder, asked: list[dict[str, Any]], budgets: tuple[int, ...], **deploy: Any) -> None:

@@ -58,6 +58,12 @@ class Talker:
             )
         return Conversation(self, self.speakers[name])
 
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raise StageFailed for words that have no embedding: on a GPU they would take the process along."""
+        known = self.config.text_vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < known):
+            raise StageFailed(f"token ids must be from 0 to below {known}", "thinker->talker")
+
     def parts(self, prompt: Piece, first_word: int, speaker: int) -> PromptParts:
         """Everything users said, and the header of the answer that ends in its first word."""
         ids, names = prompt.prompt_ids, self.config
@@ -126,6 +132,8 @@ class Talker:
         wanted = (len(everywhere), self.config.thinker_hidden_size)
         if prompt.media is None or prompt.media.shape != wanted:
             raise StageFailed("hidden rows of media positions are missing", "thinker->talker")
+        if not np.isfinite(prompt.media).all():
+            raise StageFailed("hidden rows of media positions are no numbers", "thinker->talker")
         at = {place: k for k, place in enumerate(everywhere)}
         return media, prompt.media[[at[places[k]] for k in media]]
 
@@ -156,6 +164,8 @@ class Conversation:
         self._started = False
 
     def take(self, inputs: Piece, last: bool) -> Taken:
+        self._talker.check_ids(inputs.prompt_ids)
+        self._talker.check_ids(inputs.token_ids)
         words = list(inputs.token_ids)
         if inputs.prompt_ids:
             self._prompt = inputs

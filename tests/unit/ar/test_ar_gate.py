@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="needs the engine environment (make 
 
 from backends.ar.gate import RowGate  # noqa: E402
 from backends.ar.hooks import Span  # noqa: E402
-from backends.ar.rows import Begin, End, RowStore, Words  # noqa: E402
+from backends.ar.rows import Begin, End, RowStore  # noqa: E402
 
 KEY = "run"
 
@@ -93,8 +93,32 @@ def test_a_run_that_ends_before_a_step_costs_the_ranks_nothing():
     assert gate.notes() == []
 
 
-def test_notes_are_known():
-    with pytest.raises(TypeError, match="unknown note"):
-        RowStore(Network()).take(["what"])
-    with pytest.raises(KeyError):
-        RowStore(Network()).take([Words("nobody", [1])])
+def test_a_note_that_cannot_be_followed_breaks_its_run_alone():
+    gate, rank = RowGate(), RowStore(Network())
+    runs = [gate.begin(Begin(key, prompt), 1) for key, prompt in (("good", [5]), ("bad", ["no id"]), ("late", [5]))]
+    gate.say("late", ["no id"], last=False)
+    rank.take(gate.notes())
+    rows = torch.ones(3, 2)
+    rank.fill([Span("good", 0, 0, 1), Span("bad", 0, 1, 1), Span("late", 0, 2, 1)], rows)
+    assert rows[:, 0].tolist() == [5, 0, 0]
+    rank.sampled(["bad", "good", "late"], torch.zeros(3, 2), [40, 41, 42])
+    gate.came(rank.made())
+    assert [run.steps for run in runs] == [1, 0, 0] and runs[0].frames[0][0] == 41
+    assert [bool(run.broken) for run in runs] == [False, True, True]
+    gate.end("bad")
+    rank.take(gate.notes())
+    assert set(rank.runs) == {"good", "late"}
+
+
+def test_numbers_without_bounds_break_their_run_alone():
+    gate, rank = RowGate(), RowStore(Network())
+    good, bad = (gate.begin(Begin(key, [5], seed=3), 1) for key in ("good", "bad"))
+    rank.take(gate.notes())
+    hidden = torch.zeros(2, 2)
+    hidden[1, 0] = torch.inf
+    rank.sampled(["good", "bad"], hidden, [40, 41])
+    gate.came(rank.made())
+    assert (good.steps, bad.steps) == (1, 0) and bad.broken and not good.broken
+    rank.sampled(["bad"], torch.zeros(1, 2), [42])
+    gate.came(rank.made())
+    assert bad.steps == 0, "a broken run stays broken"

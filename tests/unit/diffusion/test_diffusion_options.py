@@ -13,9 +13,11 @@ import pytest
 from backends.core.engine import OptionsError
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest, Message, Part, Sampling
+from backends.core.pipeline import Pipeline
 from backends.diffusion.options import Defaults, Limits, read_options
 from backends.diffusion.wish import read_wish
 from backends.pipelines.image.pipeline import PIPELINE
+from backends.pipelines.qwen_image.pipeline import PIPELINE as QWEN_IMAGE
 from backends.pipelines.qwen_image_edit.pipeline import PIPELINE as EDITS
 
 STAGE = "denoiser"
@@ -77,6 +79,43 @@ def test_an_option_that_cannot_be_served_is_named(options: dict[str, Any], field
     error = refusal(request(**options))
     assert error.where == f"stages.{STAGE}.{field}"
     assert says in error.message
+
+
+@pytest.mark.parametrize("pipeline", [PIPELINE, QWEN_IMAGE, EDITS], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"width": 60, "height": 70}, "width"),
+        ({"width": 8, "height": 8}, "width"),
+        ({"height": 0}, "height"),
+        ({"width": -64}, "width"),
+        ({"n": -1}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 11}, "n"),
+        ({"steps": 0}, "steps"),
+        ({"steps": 1}, "steps"),
+        ({"steps": 1.5}, "steps"),
+        ({"steps": 300}, "steps"),
+        ({"true_cfg_scale": math.nan}, "true_cfg_scale"),
+        ({"true_cfg_scale": math.inf}, "true_cfg_scale"),
+        ({"true_cfg_scale": -3}, "true_cfg_scale"),
+        ({"width": 65_536, "height": 65_536}, "width"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+    ],
+)
+def test_the_thin_stub_refuses_it_already(pipeline: Pipeline, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        pipeline.check(request(**options))
+    assert caught.value.where == f"stages.{STAGE}.{field}"
+
+
+@pytest.mark.parametrize("pipeline", [PIPELINE, QWEN_IMAGE, EDITS], ids=lambda p: p.name)
+def test_the_thin_stub_refuses_an_empty_prompt_and_takes_any_other(pipeline: Pipeline) -> None:
+    with pytest.raises(BadRequest, match="needs a description"):
+        pipeline.check(request(""))
+    for prompt in ("{0} {x}", "七 \U0001f600", "x<|im_end|>"):
+        pipeline.check(request(prompt, true_cfg_scale=4.0))
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n"])

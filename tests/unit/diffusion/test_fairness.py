@@ -18,6 +18,7 @@ class Plain:
     weight: float = 0.0
     came_at: int = 0
     manner: str = ""
+    step_bytes: int = 0
     steps_seen: list[int] = field(default_factory=list[int])
     work: int = field(init=False)
 
@@ -40,7 +41,7 @@ class Device:
         return claim
 
     def step(self) -> list[Plain]:
-        chosen = choose(self.claims, self.now, self.most_tokens)
+        chosen = choose(self.claims, self.now, self.most_tokens, 1 << 40)
         self.steps += 1
         self.cost += 1 + sum(c.weight for c in chosen)
         for claim in chosen:
@@ -57,8 +58,10 @@ def test_a_step_holds_what_fits_and_never_nothing() -> None:
     claims = [device.add(25, 3) for _ in range(5)]
     assert device.step() == claims[:4]
     huge = Plain(5000, 1)
-    assert choose([huge], 0, 100) == [huge]
-    assert choose([], 0, 100) == []
+    assert choose([huge], 0, 100, 0) == [huge]
+    assert choose([], 0, 100, 0) == []
+    fat, *thin = [Plain(1, 9, step_bytes=size) for size in (60, 50, 40, 1)]
+    assert choose([fat, *thin], 0, 100, 100) == [fat, thin[1]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 12, 32])

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of a drawing: estimated before it is taken, against what torch holds; who does not fit is refused or waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.core.engine import Run
+from backends.core.errors import BadRequest
+from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, photo, save_tiny_edit
+from tests.kit.tiny_image import engine_of, finish, image_run, pictures, save_tiny_image
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(200)
+
+GUIDED = {"negative_prompt": " ", "true_cfg_scale": 2.0}
+SMALL = {"source_pixels": SOURCE_PIXELS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_image(tmp_path_factory.mktemp("image") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def edit_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_edit(tmp_path_factory.mktemp("edit") / "several", several=True)
+
+
+def asked(kind: str) -> Run:
+    if kind == "edit":
+        return edit_run("two", [photo(64, 64, 1), photo(300, 200, 2)], **GUIDED, steps=2, seed=1)
+    more: dict[str, Any] = {"plain": {}, "guided": GUIDED, "guided, 2 pictures": {**GUIDED, "n": 2}}[kind]
+    return image_run("a red 7 on a white background", width=256, height=256, steps=2, seed=1, **more)
+
+
+@pytest.mark.parametrize("kind", ["plain", "guided", "guided, 2 pictures", "edit"])
+@pytest.mark.parametrize(
+    "deploy",
+    [{}, {"batching": "pad"}, {"batching": "seq"}, {"vae_tiling": True}, {"dtype": "bfloat16"}],
+    ids=["packed", "pad", "seq", "tiled", "bfloat16"],
+)
+def test_the_estimate_covers_what_is_held_and_is_not_far_above(
+    folder: Path, edit_folder: Path, kind: str, deploy: dict[str, Any]
+) -> None:
+    from tests.kit.peak import peak_bytes
+
+    engine = engine_of(edit_folder if kind == "edit" else folder, cache_bytes=0, defaults=SMALL, **deploy)
+    run, model = asked(kind), engine.model
+    engine.open(run)
+    drawing = run.state
+    needs = drawing.needs
+    with torch.inference_mode():
+        encodes = []
+        while model.missing(drawing):
+            encodes.append(peak_bytes(lambda: model.encode(drawing)))
+        state = peak_bytes(lambda: model.prepare(drawing))
+        step = peak_bytes(lambda: model.predict([drawing]))
+        model.forward.forget()
+        latents = drawing.noisy() if engine.options.batching == "seq" else drawing.noisy()[:1]
+        decode = peak_bytes(lambda: model.decode(latents, drawing.wish.width, drawing.wish.height))
+    assert step <= needs.step, f"{step} of {needs}"
+    assert max(*encodes, step, decode) <= needs.alone, f"{encodes}, {step}, {decode} of {needs}"
+    held = [t for t in (drawing.latents, drawing.condition, drawing.positive, drawing.negative) if t is not None]
+    assert max(state, sum(t.nbytes for t in held)) <= needs.held
+    assert needs.alone <= 3 * max(*encodes, step, decode)
+
+
+# --- refused -------------------------------------------------------------------------------------------------
+def test_what_can_never_fit_is_refused_naming_what_is_too_large(folder: Path) -> None:
+    engine = engine_of(folder, memory_bytes=19_000_000)
+    engine.open(image_run("two", width=256, height=256, steps=2))
+    engine.close()
+    with pytest.raises(BadRequest, match=r"needs about \d+ MB of memory; this stage has 19 MB") as caught:
+        engine.open(image_run("two", width=512, height=512, steps=2))
+    assert caught.value.where == "stages.denoiser.width"
+    with pytest.raises(BadRequest, match="memory") as caught:
+        engine.open(image_run("two", width=256, height=256, steps=2, n=10))
+    assert caught.value.where == "stages.denoiser.n"
+    assert not engine.busy and not engine.model.encoded
+
+
+def test_the_memory_that_is_free_is_the_bound_where_deploy_says_none(folder: Path) -> None:
+    from backends.diffusion.memory import free_bytes
+
+    assert 0 < engine_of(folder).model.memory.most < free_bytes(torch.device("cpu")) + (1 << 30)
+
+
+# --- waiting -------------------------------------------------------------------------------------------------
+def needs_of(folder: Path, run: Run) -> Any:
+    engine = engine_of(folder)
+    engine.open(run)
+    return run.state.needs
+
+
+def twins(count: int) -> list[Run]:
+    return [image_run("two", width=64, height=64, steps=5, seed=i) for i in range(count)]
+
+
+def test_who_does_not_fit_waits_until_another_is_done(folder: Path) -> None:
+    needs = needs_of(folder, twins(1)[0])
+    engine = engine_of(folder, memory_bytes=2 * needs.held + needs.alone)
+    runs = twins(5)
+    alone = []
+    for run in twins(5):
+        engine.open(run)
+        alone.append(pictures(finish(engine), run)[0])
+    for run in runs:
+        engine.open(run)
+    events: list[Any] = []
+    most_inside = 0
+    while engine.busy:
+        events += engine.step()
+        inside = [r for r in runs if r.state.is_inside and r.state in engine._drawings]
+        most_inside = max(most_inside, len(inside))
+        assert sum(r.state.needs.held for r in inside) + needs.alone <= engine.model.memory.most
+    assert most_inside == 2
+    for run, picture in zip(runs, alone, strict=True):
+        assert np.array_equal(pictures(events, run)[0], picture)
+
+
+def test_a_step_holds_as_many_as_there_is_memory_for(folder: Path) -> None:
+    needs = needs_of(folder, twins(1)[0])
+    engine = engine_of(folder, memory_bytes=4 * needs.held + max(needs.alone, 3 * needs.step))
+    most = max(needs.alone, 3 * needs.step) // needs.step
+    for run in twins(4):
+        engine.open(run)
+    while engine.busy:
+        assert sum(d.needs.step for d in engine._choose()) <= most * needs.step
+        engine.step()
+
+
+def test_a_large_newcomer_keeps_later_ones_out_until_its_turn_comes(folder: Path) -> None:
+    from backends.diffusion.memory import fitting
+
+    first, late = twins(2)
+    large = image_run("two", width=128, height=128, steps=5, n=8, seed=7)
+    engine = engine_of(folder)
+    for run in (first, large, late):
+        engine.open(run)
+    waiting = [run.state for run in (first, large, late)]
+    inside = [waiting[0]]
+    waiting[0].made["a piece"] = torch.zeros(1)
+    most = waiting[0].needs.held + waiting[1].needs.held + waiting[1].needs.alone
+    assert fitting(waiting, inside, most - 1)[0] == [waiting[0]]
+    fit, left = fitting(waiting, inside, most)
+    assert fit == waiting[:2] and left == waiting[1].needs.alone
+    assert fitting([waiting[0], waiting[2], waiting[1]], inside, most - 1)[0] == [waiting[0], waiting[2]]
+
+
+def test_a_run_that_is_blocked_while_it_holds_the_memory_does_not_make_the_engine_spin(folder: Path) -> None:
+    needs = needs_of(folder, twins(1)[0])
+    engine = engine_of(folder, memory_bytes=needs.held + needs.alone)
+    held, waiting = twins(2)
+    engine.open(held)
+    engine.step()
+    held.blocked = True
+    engine.open(waiting)
+    assert not engine.busy
+    held.blocked = False
+    assert len(pictures(finish(engine), held)) == 1
