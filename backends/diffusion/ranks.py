@@ -265,14 +265,16 @@ class Spread:
         self._answer_s = options.parallel.answer_s
         self._gathers = options.parallel.context == 1
         self._by_picture = options.batching != "seq"  # the stock arithmetic of a branch is one call for its pictures
-        self._drawings: list[Pictures] = []
+        self._known: list[tuple[int, torch.Size]] = []
+        """The drawings that the followers have the texts of, and their sizes."""
         self._shares: list[list[Part]] = []
-        """By rank; kept while the same drawings step together."""
+        """By rank; they keep the drawings."""
 
     def predict(self, drawings: Sequence[Pictures]) -> list[Prediction]:
-        are_new = [id(d) for d in drawings] != [id(d) for d in self._drawings]
+        known = [(id(drawing), drawing.seen().shape) for drawing in drawings]
+        are_new = known != self._known
         if are_new:
-            self._drawings, self._shares = list(drawings), self._dealt(drawings)
+            self._known, self._shares = known, self._dealt(drawings)
         deadline_s = time.monotonic() + self._answer_s
         others = {rank: share for rank, share in enumerate(self._shares) if rank and share}
         sent = {rank: self._ask(rank, share, are_new) for rank, share in others.items()}
@@ -292,7 +294,7 @@ class Spread:
 
     def forget(self) -> None:
         """Drop what is kept of the last drawings."""
-        self._drawings, self._shares = [], []
+        self._known, self._shares = [], []
         self._own.forget()
 
     def _dealt(self, drawings: Sequence[Pictures]) -> list[list[Part]]:
