@@ -58,9 +58,7 @@ def check_setup(home: Home, say: Say) -> bool:
     missing: list[str] = []
     if not server.in_container:
         missing = [
-            s.name
-            for s in steps.all_steps(steps.Context(home, say, home.extras))
-            if not s.always and not is_done(s, home.stamps)
+            s.name for s in steps.all_steps(steps.Context(home, say, home.extras)) if not is_done(s, home.stamps)
         ]
         say(f"stub environment: {versions(home.stub_python, 'numpy msgspec')}")
     say(engine_line(home.engine_build, len(list(Path("/dev").glob("nvidia[0-9]*")))))

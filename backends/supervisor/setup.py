@@ -65,8 +65,9 @@ def main(arguments=None):
     try:
         lock = make_home(home.root)
         with stamps.only_one(lock, say):
-            todo = steps.all_steps(steps.Context(home, say, options.extras))
-            stamps.run_steps(todo, home.stamps, say, frozenset(options.again))
+            context = steps.Context(home, say, options.extras)
+            steps.check(context)
+            stamps.run_steps(steps.all_steps(context), home.stamps, say, frozenset(options.again))
     except Problem as problem:
         say(f"setup: {problem}")
         return 1

@@ -6,13 +6,11 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from backends.supervisor.problem import Say
 
@@ -33,7 +31,6 @@ class Step:
     run: Callable[[], None]
     inputs: Sequence[Input] = ()
     results: Sequence[Path] = ()
-    always: bool = False
 
     def digest(self) -> str:
         """Hash of the inputs: texts as they are, files by content."""
@@ -46,7 +43,7 @@ class Step:
 
 def is_done(step: Step, stamps: Path) -> bool:
     """True if the step's stamp matches its inputs and its results are there."""
-    if step.always or not all(path.exists() for path in step.results):
+    if not all(path.exists() for path in step.results):
         return False
     try:
         stamp = json.loads((stamps / f"{step.name}.json").read_text())
@@ -75,21 +72,10 @@ def run_steps(steps: Sequence[Step], stamps: Path, say: Say, again: frozenset[st
 @contextmanager
 def only_one(lock: Path, say: Say) -> Iterator[None]:
     """Hold the set-up lock; a second set-up waits for the first. The kernel drops the lock of a process that died."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("a+") as handle:
-        if not _try_lock(handle):
-            handle.seek(0)
-            say(f"another set-up is running (pid {handle.read().strip() or 'unknown'}); waiting for it")
+    with lock.open("a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another set-up is running; waiting for it")
             fcntl.flock(handle, fcntl.LOCK_EX)
-        handle.truncate(0)
-        handle.write(str(os.getpid()))
-        handle.flush()
         yield
-
-
-def _try_lock(handle: IO[str]) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

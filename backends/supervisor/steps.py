@@ -66,7 +66,6 @@ def all_steps(context: Context) -> list[Step]:
     engine_extra = sorted(PIPELINES.glob("*/requirements-engine.txt"))
     packages = [home.packages / r.name for r in read_requirements(models)]
     steps = [
-        Step("check", "Python, libpython, disk", lambda: check(context), always=True),
         Step(
             "engine",
             f"engine environment with [{context.extras}] (4 GB; about 2 minutes)",

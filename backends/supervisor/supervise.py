@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -22,7 +22,7 @@ from backends.control.records import InstanceRecord, read_records, remove_record
 from backends.supervisor import processes, rundir
 from backends.supervisor.launch import Launch, log_errors, log_tail
 from backends.supervisor.problem import Problem, Say
-from backends.supervisor.watch import Action, GiveUp, Observation, Reload, RestartServer, Seen, Watch
+from backends.supervisor.watch import Action, GiveUp, Observation, Reload, Seen, Watch
 
 TURN_S = 1.0
 PROBE_TIMEOUT_S = 2.0
@@ -31,23 +31,6 @@ PROXY_WAIT_S = 5.0  # between two starts of a proxy that ends at once
 PROXY_START_TIMEOUT_S = 60.0
 UNLOAD_TIMEOUT_S = 15.0  # an unload waits for the model's open requests; `load` is tried all the same
 STOP_MARGIN_S = 10.0
-
-
-@dataclass
-class Stopping:
-    """Set by SIGINT and SIGTERM; a second signal ends the children at once."""
-
-    event: threading.Event = field(default_factory=threading.Event)
-    at_once: bool = False
-
-    def listen(self) -> None:
-        """Take SIGINT and SIGTERM for this process."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.at_once = self.event.is_set()
-        self.event.set()
 
 
 @dataclass
@@ -75,7 +58,8 @@ class Supervisor:
 
     def __init__(self, plan: Plan, say: Say) -> None:
         self.plan = plan
-        self.stopping = Stopping()
+        self._stopping = threading.Event()  # set by SIGINT and SIGTERM
+        self._at_once = False  # set by the second of them: the children are not waited for
         self._say = say
         self._server: subprocess.Popen[bytes] | None = None
         self._proxy: subprocess.Popen[bytes] | None = None
@@ -91,20 +75,25 @@ class Supervisor:
     # --- life ----------------------------------------------------------------------------------------------------
     def run(self) -> int:
         """Start, look after, end; returns the exit code. Raises Problem if the first start fails."""
-        self.stopping.listen()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
         processes.adopt_orphans()
         try:
             self._health("starting")
             if not self._start_server():
                 return 0
             self._start_proxy()
-            if not self.stopping.event.is_set():
+            if not self._stopping.is_set():
                 self._ready()
                 if self.plan.welcome:
                     self._say(self.plan.welcome)
             return self._look_after()
         finally:
             self._end()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._at_once = self._stopping.is_set()
+        self._stopping.set()
 
     def _ready(self) -> None:
         facts = self._facts()
@@ -132,7 +121,7 @@ class Supervisor:
         }
 
     def _look_after(self) -> int:
-        while not self.stopping.event.wait(TURN_S):
+        while not self._stopping.wait(TURN_S):
             processes.reap_strangers()
             actions = self.plan.watch.decide(self._observe())
             self._tell(actions)
@@ -140,7 +129,10 @@ class Supervisor:
                 if isinstance(action, GiveUp):
                     self._health("gave_up", (action.why,))
                     return 1
-                self._act(action)
+                if isinstance(action, Reload):
+                    self._reloads[action.model] = self._pool.submit(self._reload, action.model)
+                else:
+                    self._restart_server()
             if not actions:
                 self._look_after_proxy()
         return 0
@@ -180,12 +172,6 @@ class Supervisor:
         )
 
     # --- acting --------------------------------------------------------------------------------------------------
-    def _act(self, action: Action) -> None:
-        if isinstance(action, Reload):
-            self._reloads[action.model] = self._pool.submit(self._reload, action.model)
-        elif isinstance(action, RestartServer):
-            self._restart_server()
-
     def _reload(self, model: str) -> str:
         """Unload, then load: for a model that Triton believes loaded and unchanged, `load` alone does nothing."""
         for record in read_records(self.plan.launch.run_dir.path):
@@ -217,7 +203,7 @@ class Supervisor:
         self._server = launch.start(self.plan.server_log)
         start = time.monotonic()
         shown: dict[str, str] = {}
-        while not self.stopping.event.wait(0.25):
+        while not self._stopping.wait(0.25):
             if self._server.poll() is not None:
                 raise self._no_start("tritonserver ended while loading the models")
             self._show_instances(shown, start)
@@ -266,7 +252,7 @@ class Supervisor:
         with self.plan.proxy_log.open("ab") as sink:
             environment = {**os.environ, RUN_DIR_VARIABLE: str(launch.run_dir.path)}
             self._proxy = processes.start(list(self.plan.proxy), environment, sink.fileno(), str(launch.run_dir.path))
-        if not self._proxy_listens(self._proxy) and not self.stopping.event.is_set():
+        if not self._proxy_listens(self._proxy) and not self._stopping.is_set():
             processes.stop(self._proxy, 0.0)
             log = self.plan.proxy_log
             raise Problem(f"the proxy does not start; it says:\n{log_tail(log)}", f"the whole log is {log}")
@@ -275,7 +261,7 @@ class Supervisor:
         """Wait until the proxy takes connections; False if it ended, did not come up in time, or we are to stop."""
         api, port = self.plan.launch.api(), self.plan.launch.ports.openai
         start = time.monotonic()
-        while not self.stopping.event.wait(0.1) and time.monotonic() - start < PROXY_START_TIMEOUT_S:
+        while not self._stopping.wait(0.1) and time.monotonic() - start < PROXY_START_TIMEOUT_S:
             if proxy.poll() is not None:
                 return False
             with contextlib.suppress(OSError), socket.create_connection((api.host, port), 1.0):
@@ -312,7 +298,7 @@ class Supervisor:
 
     def _end(self) -> None:
         """End everything: the proxy first, so that nobody is told of a dying server."""
-        patience_s = 0.0 if self.stopping.at_once else self.plan.launch.exit_timeout_s + STOP_MARGIN_S
+        patience_s = 0.0 if self._at_once else self.plan.launch.exit_timeout_s + STOP_MARGIN_S
         if self._proxy is not None:
             processes.stop(self._proxy, min(patience_s, PROXY_PATIENCE_S))
             self._proxy = None
