@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does what the request machine decides: one loop, one dict of live requests, no Triton.
 
-Everything arrives at `turn`: requests from Triton's threads and answers of the opener are posted to the hub,
-outputs and ends come over its links, time passes.
+Everything arrives at `turn`: outputs and ends come over the hub's links, time passes, and what other threads have to
+say (Triton's, the opener's) is posted to the hub as a call to make here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from backends.config.schema import OrchestratorDeploy
@@ -37,52 +38,6 @@ log = logging.getLogger("triton_omni.orchestrator")
 TICK_S = 0.1  # resolution of deadlines
 CLIENT_GONE = "client_gone"  # why a request was cancelled
 STOP_GRACE_S = 10.0  # a stopped run that has not answered by then is given up; its worker is hung or gone
-
-
-# --- posted by other threads ------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """The client of a run went away."""
-
-    run: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A call that is no request."""
-
-    front: Front
-    error: OmniError
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFailed:
-    """A run's response could not be sent."""
-
-    run: bytes
-    error: OmniError
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    run: bytes
-    stage: str
-    handle: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenFailed:
-    run: bytes
-    stage: str
-    error: OmniError
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    run: bytes
-    peer: Peer
-    chunk: Chunk
-    nbytes: int
 
 
 class Orchestrator:
@@ -114,19 +69,19 @@ class Orchestrator:
     # --- from any thread -----------------------------------------------------------------------------------------
     def submit(self, arrival: Arrival) -> None:
         """Take a request; it is answered through its front, whatever happens."""
-        self.hub.post(arrival)
+        self.hub.post(partial(self.door.take, arrival))
 
     def refuse(self, front: Front, error: OmniError) -> None:
         """Answer a call that could not be read as a request."""
-        self.hub.post(Unreadable(front, error))
+        self.hub.post(partial(self.door.refuse, front, error))
 
     def client_gone(self, run: bytes) -> None:
         """Say that a run's client went away."""
-        self.hub.post(Gone(run))
+        self.hub.post(partial(self._apply_to, run, life.Cancelled(CLIENT_GONE)))
 
     def answer_failed(self, run: bytes, error: OmniError) -> None:
         """Say that a response of a run could not be sent."""
-        self.hub.post(AnswerFailed(run, error))
+        self.hub.post(partial(self._apply_to, run, life.Expired(error)))
 
     @property
     def state(self) -> State:
@@ -140,7 +95,7 @@ class Orchestrator:
             while self._inbox:  # kept over a turn that an exception ends: one item's trouble must not lose the others
                 peer, item = self._inbox.popleft()
                 if peer is None:
-                    self._on_posted(item)
+                    item()
                 else:
                     self._on_item(peer, item)
             self._admit()
@@ -154,27 +109,6 @@ class Orchestrator:
             live.admitted_s = live.heard_s = self._clock()
             self.metrics.queue_s.at().observe(live.admitted_s - live.arrived_s)
             self._apply(live, life.Started())
-
-    def _on_posted(self, item: object) -> None:
-        match item:
-            case Arrival():
-                self.door.take(item)
-            case Gone(run):
-                self._apply_to(run, life.Cancelled(CLIENT_GONE))
-            case Unreadable(front, error):
-                self.door.refuse(front, error)
-            case AnswerFailed(run, error):
-                self._apply_to(run, life.Expired(error))
-            case _Opened(run, stage, handle):
-                self._on_opened(run, stage, handle)
-            case _OpenFailed(run, stage, error):
-                self._on_open_failed(run, stage, error)
-            case _Sent(run, peer, chunk, nbytes):
-                peer.release(chunk)
-                if run in self.lives:
-                    self.lives[run].waiting -= nbytes
-            case _:
-                raise TypeError(item)
 
     def _on_item(self, peer: Peer, item: object) -> None:
         stage = peer.name.partition("/")[2]
@@ -246,12 +180,14 @@ class Orchestrator:
             stage = self.pipeline.output(output).stage
             meta = {key: value for key, value in chunk.meta.items() if key != "text"}
             event = Event(output, live.arrival.request_id, output, stage, index, meta)  # pyright: ignore[reportArgumentType]
-            run, post = live.run, self.hub.post
-            live.arrival.front.send(
-                Piece(event, chunk.meta.get("text"), chunk.tensors), lambda: post(_Sent(run, peer, chunk, nbytes))
-            )
+            sent = partial(self.hub.post, partial(self._on_sent, live, peer, chunk, nbytes))
+            live.arrival.front.send(Piece(event, chunk.meta.get("text"), chunk.tensors), sent)
         if live.waiting > self.deploy.max_output_bytes:
             self._apply(live, life.Expired(_too_much(live, self.deploy.max_output_bytes)))
+
+    def _on_sent(self, live: Live, peer: Peer, chunk: Chunk, nbytes: int) -> None:
+        peer.release(chunk)
+        live.waiting -= nbytes
 
     def _count_piece(self, live: Live, output: str, chunk: Chunk, nbytes: int) -> None:
         metrics, now_s = self.metrics, live.heard_s
@@ -326,8 +262,8 @@ class Orchestrator:
         post = self.hub.post
         self._opener.open(
             call,
-            lambda handle: post(_Opened(run, stage, handle)),
-            lambda error: post(_OpenFailed(run, stage, error)),
+            lambda handle: post(partial(self._on_opened, run, stage, handle)),
+            lambda error: post(partial(self._on_open_failed, run, stage, error)),
         )
 
     def _on_opened(self, run: bytes, stage: str, handle: Any) -> None:
