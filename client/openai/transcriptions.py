@@ -25,6 +25,8 @@ from client.pieces import Piece
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 PARAMS = {"messages": "file", "messages[0].content[0]": "file", "audio": "file"}
 GRANULARITIES = "timestamp_granularities[]"
+STAGE = "transcriber"
+"""The stage that tells the times of words, in every pipeline that hears."""
 Json = dict[str, Any]
 
 
@@ -35,14 +37,25 @@ class Wish:
     model: str
     response_format: str
     is_stream: bool
+    times: frozenset[str]
     options: Json
+
+    @property
+    def errors(self) -> dict[str, ApiError]:
+        """What to say where the pipeline does not know the times of words."""
+        if "word" not in self.times:
+            return {}
+        error = unsupported(GRANULARITIES, f"'{self.model}' does not know when single words are said.")
+        return {f"stages.{STAGE}": error, f"stages.{STAGE}.words": error}
 
 
 @dataclass
 class Transcript:
-    """Segments as they come."""
+    """Segments and words as they come."""
 
+    times: frozenset[str]
     segments: list[Json] = field(default_factory=list[Json])
+    words: list[Json] = field(default_factory=list[Json])
     language: str = ""
     end: Event = field(default_factory=lambda: Event("end"))
 
@@ -57,6 +70,9 @@ class Transcript:
         self.segments.append(
             {"id": len(self.segments), "start": meta["start_s"], "end": meta["end_s"], "text": piece.text}
         )
+        self.words += [
+            {"word": word["word"], "start": word["start_s"], "end": word["end_s"]} for word in meta.get("words", ())
+        ]
         return piece.text
 
     @property
@@ -91,8 +107,8 @@ async def transcribe(request: Request) -> Response:
     with blaming("file", "invalid_audio"):
         part = await in_thread(pools.media, media.audio, data)
     asked = GenerateRequest(operation="transcription", messages=(Message("user", (part,)),), **wish.options)
-    pieces = await open_pieces(request, Call(wish.model, asked, PARAMS, media.tensors))
-    transcript = Transcript()
+    pieces = await open_pieces(request, Call(wish.model, asked, PARAMS, media.tensors, errors=wish.errors))
+    transcript = Transcript(wish.times)
     if wish.is_stream:
         await pieces.begin()
         return sse.response(sse.body(pools, pieces, transcript.events))
@@ -114,9 +130,10 @@ def read_wish(fields: Fields) -> Wish:
     is_stream = fields.flag("stream")
     if is_stream and response_format not in ("json", "text"):
         raise unsupported("response_format", f"A stream carries text alone, not '{response_format}'.")
-    for granularity in fields.items(GRANULARITIES) or ():
-        if granularity != "segment":
-            raise unsupported(GRANULARITIES, f"Times are known by 'segment', not by '{granularity}'.")
+    times = fields.items(GRANULARITIES) or []
+    for granularity in times:
+        if granularity not in ("word", "segment"):
+            raise unsupported(GRANULARITIES, f"Times are known by 'word' and 'segment', not by '{granularity}'.")
         if response_format != "verbose_json":
             raise invalid(GRANULARITIES, "Times are part of the 'response_format' 'verbose_json'.")
     if fields.text("prompt"):
@@ -126,7 +143,10 @@ def read_wish(fields: Fields) -> Wish:
     options = extras.request(fields)
     fields.choice("chunking_strategy", ("auto",))
     fields.nothing_else()
-    return Wish(model, response_format, is_stream, options)
+    if "word" in times:
+        stages = options["stages"]
+        options["stages"] = {**stages, STAGE: {**stages.get(STAGE, {}), "words": True}}
+    return Wish(model, response_format, is_stream, frozenset(times), options)
 
 
 def _json(transcript: Transcript) -> Response:
@@ -138,13 +158,15 @@ def _text(transcript: Transcript) -> Response:
 
 
 def _verbose(transcript: Transcript) -> Response:
-    return JSONResponse(
-        {
-            "task": "transcribe", "language": transcript.language, "text": transcript.text,
-            "duration": transcript.end.usage.get("audio_input_s", 0), "segments": transcript.segments,
-            "usage": transcript.usage,
-        }
-    )  # fmt: skip
+    answer: Json = {
+        "task": "transcribe", "language": transcript.language, "text": transcript.text,
+        "duration": transcript.end.usage.get("audio_input_s", 0), "usage": transcript.usage,
+    }  # fmt: skip
+    if transcript.times != {"word"}:
+        answer["segments"] = transcript.segments
+    if "word" in transcript.times:
+        answer["words"] = transcript.words
+    return JSONResponse(answer)
 
 
 def _srt(transcript: Transcript) -> Response:

@@ -126,7 +126,7 @@ class FakeBackend:
             yield from self._pictures(request)
             return
         if request.operation == "transcription":
-            yield from self._segments()
+            yield from self._segments(request.stages.get("transcriber", {}).get("words", False))
             return
         words = [word for word in request.input.split() if word.isascii()]  # what has no sound is not spoken
         total = len(words) if request.operation == "speech" else request.sampling.max_tokens or 3
@@ -143,9 +143,14 @@ class FakeBackend:
         usage = {"prompt_tokens": 5.0, "completion_tokens": float(total), **self.usage}
         yield Piece(Event("end", outcome="completed", finish_reason=self.reason, usage=usage))
 
-    def _segments(self) -> Iterator[Piece]:
+    def _segments(self, with_words: bool) -> Iterator[Piece]:
         for i, text in enumerate(("Hello there.", " How are you?")):
-            meta = {"start_s": 1.5 * i, "end_s": 1.5 * i + 1.25, "language": "english"}
+            meta: dict[str, Any] = {"start_s": 1.5 * i, "end_s": 1.5 * i + 1.25, "language": "english"}
+            if with_words:
+                meta["words"] = [
+                    {"word": word, "start_s": 1.5 * i + 0.25 * k, "end_s": 1.5 * i + 0.25 * (k + 1)}
+                    for k, word in enumerate(text.split())
+                ]
             yield Piece(Event("transcript", output="transcript", index=i, meta=meta), text)
         yield Piece(Event("end", outcome="completed", usage={"audio_input_s": 2.75}))
 

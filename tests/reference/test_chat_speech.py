@@ -180,6 +180,66 @@ def test_recordings_are_understood(transcriber: TranscriberEngine) -> None:
     assert "hello" in words(heard[1])
 
 
+def pause(seconds: float) -> np.ndarray:
+    return np.zeros(round(seconds * SAMPLE_RATE_HZ), np.float32)
+
+
+def test_words_are_said_when_they_are_heard(
+    talker: TalkerEngine, code2wav: CodecEngine, transcriber: TranscriberEngine
+) -> None:
+    """Words of the talker with known pauses between them; every border within a tenth of a second of the truth."""
+    said = ["What", "is", "the", "capital", "of", "France"]
+    sounds = [_cut(speak(talker, code2wav, word.lower())) for word in said]
+    pieces, truth, at = [pause(0.7)], [], 0.7
+    for sound in sounds:
+        seconds = len(sound) / SAMPLE_RATE_HZ
+        truth.append((at, at + seconds))
+        pieces += [sound, pause(0.5)]
+        at += seconds + 0.5
+    found = timed_words(transcriber, np.concatenate(pieces))
+    assert [re.sub(r"\W", "", word["word"]).lower() for word in found] == [word.lower() for word in said]
+    times = [at_s for word in found for at_s in (word["start_s"], word["end_s"])]
+    assert times == sorted(times)
+    off = [max(abs(w["start_s"] - a), abs(w["end_s"] - b)) for w, (a, b) in zip(found, truth, strict=True)]
+    assert max(off) <= 0.1, list(zip(found, truth, strict=True))
+
+
+def test_words_of_recordings_stay_in_their_recording(transcriber: TranscriberEngine) -> None:
+    """Three recordings of a person with long pauses; the second begins in the second window of 30 s."""
+    fox, rate_hz = recording("quick_brown_fox")
+    hello, _ = recording("hello_world")
+    gap = lambda seconds: np.zeros(round(seconds * rate_hz), np.float32)  # noqa: E731
+    sound = np.concatenate([gap(1), hello, gap(31), fox, gap(2), hello, gap(1)])
+    found = timed_words(transcriber, sound, rate_hz)
+    lengths = [len(hello) / rate_hz, len(fox) / rate_hz]
+    second, third = 1 + lengths[0] + 31, 1 + lengths[0] + 31 + lengths[1] + 2
+    spans = [(1, 1 + lengths[0], 2), (second, second + lengths[1], 9), (third, third + lengths[0], 2)]
+    for begin, end, count in spans:
+        inside = [w for w in found if begin - 0.05 <= w["start_s"] < w["end_s"] <= end + 0.05]
+        assert len(inside) == count, (begin, end, found)
+    assert len(found) == 13
+
+
+def _cut(sound: np.ndarray) -> np.ndarray:
+    """Without the silence around it."""
+    loud = np.flatnonzero(np.abs(sound) > 0.03 * np.abs(sound).max())
+    return sound[loud[0] : loud[-1]]
+
+
+def timed_words(transcriber: TranscriberEngine, sound: np.ndarray, rate_hz: int = SAMPLE_RATE_HZ) -> list[dict]:
+    part = Part("audio", length=len(sound), sample_rate=rate_hz)
+    request = GenerateRequest(
+        operation="transcription", messages=(Message("user", (part,)),), stages={"transcriber": {"words": True}}
+    )
+    run = drive.new_run(request, inputs={"audio": Tensor.of("audio", sound)})
+    run.wanted, run.feeds = frozenset({"transcript"}), False
+    events = drive.run_with(transcriber, run)
+    text = "".join(event.meta["text"] for event in events if isinstance(event, Output))
+    words = [word for event in events if isinstance(event, Output) for word in event.meta["words"]]
+    assert " ".join(word["word"] for word in words) == text
+    return words
+
+
 def test_counting_is_understood(transcriber: TranscriberEngine) -> None:
     (heard,) = hear(transcriber, [recording("counting")[0]], recording("counting")[1])
     assert re.sub(r"\D", "", heard) == "12345678910", heard  # Whisper writes digits

@@ -7,6 +7,7 @@ from backends.ar.sampling import stage_sampling
 from backends.codec.engine import RunOptions
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest, stage_options
+from backends.pipelines.chat.options import HearingOptions
 from backends.pipelines.chat.thinker import check_messages
 
 VOICES = ("heart",)
@@ -66,6 +67,8 @@ def _check_options(request: GenerateRequest) -> None:
             stage_sampling(given, request.sampling, stage)
         elif stage == "code2wav":
             stage_options(given, RunOptions, stage)
+        elif stage == "transcriber":
+            stage_options(given, HearingOptions, stage)
         elif given:
             key = next(iter(given))
             raise BadRequest(f"unknown option '{key}'; stage '{stage}' has none", f"stages.{stage}.{key}")

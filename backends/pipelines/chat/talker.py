@@ -11,7 +11,7 @@ import numpy as np
 
 from backends.core.chunk import Tensor
 from backends.core.engine import Event, Failed, Finished, Run, Send
-from backends.core.errors import StageFailed
+from backends.core.errors import BadRequest, StageFailed
 from backends.core.pipeline import EngineContext
 from backends.pipelines.chat.clauses import Clauses
 from backends.pipelines.chat.options import TalkerOptions, model_folder, read_options
@@ -79,8 +79,7 @@ class TalkerEngine:
             except (LookupError, ValueError) as error:  # the reader of text met a word it cannot take
                 return [Failed(run, StageFailed(f"the text cannot be read aloud: {error}", self.stage))]
         if speaker.ended and not speaker.waiting:
-            usage: dict[str, float] = {"audio_frames": speaker.frames, "spoken_chars": speaker.spoken_chars}
-            events.append(Finished(run, "stop", usage))
+            events.append(_end(run, speaker))
         else:
             self._runs.append(run)  # the end of the queue: whoever waits comes first
         return events
@@ -106,6 +105,13 @@ class TalkerEngine:
 def _can_work(run: Run) -> bool:
     speaker: Speaker = run.state
     return not run.blocked and (bool(speaker.waiting) or speaker.ended)
+
+
+def _end(run: Run, speaker: Speaker) -> Event:
+    """An answer may be silent, its text is there; who only wanted to hear a text must be told that it cannot be."""
+    if not run.upstream and not speaker.frames:
+        return Failed(run, BadRequest("nothing in it can be read aloud; the voice reads English", "input"))
+    return Finished(run, "stop", {"audio_frames": speaker.frames, "spoken_chars": speaker.spoken_chars})
 
 
 def talker_engine(context: EngineContext) -> TalkerEngine:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ SAMPLE_RATE_HZ = 24_000
 SAMPLES_PER_FRAME = 300
 BINS = 601
 LOG_MAGNITUDE_MAX = 7.0  # hibari's own ceiling
+LONGEST_WORD = 50  # hibari's reader takes time by the third power of a word's length: 8 s for one of 300 characters
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
+_PIECE = re.compile(rf"\S{{0,{LONGEST_WORD - 1}}}[^\w\s](?=\S)|\S{{1,{LONGEST_WORD}}}")
 FASTEST = 2.0  # the network gives each sound a frame at least; beyond this it would not get much shorter
 
 
@@ -38,6 +42,7 @@ class Voice:
 
     def phonemes(self, text: str) -> list[str]:
         """Phonemes of a text in pieces that the network takes at once; empty if there is nothing to say."""
+        text = shortened(text)
         try:
             return self._hibari.phonemize(text)
         except (LookupError, ValueError):  # its reader of numbers ends at 10**36 and takes some signs for digits
@@ -60,6 +65,11 @@ class Voice:
             return Frames(spectrum, pitch_hz)
         kept = np.arange(0, len(spectrum), speed / FASTEST).astype(np.int64)
         return Frames(spectrum[kept], pitch_hz[kept])
+
+
+def shortened(text: str) -> str:
+    """The text with words that are too long in pieces, cut behind a sign where there is one."""
+    return _LONG_WORD.sub(lambda word: " ".join(_PIECE.findall(word[0])), text)
 
 
 def spelled(text: str) -> str:

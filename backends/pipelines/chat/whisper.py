@@ -52,6 +52,7 @@ def build(packages: Path, folder: Path) -> None:
         eos_token_id=ids["endoftext"], pad_token_id=ids["endoftext"],
         forced_decoder_ids=[[1, ids["notimestamps"]]], suppress_tokens=known["suppress_ids"],
         begin_suppress_tokens=known["suppress_ids_begin"], no_speech_token_id=ids["nocaptions"],
+        alignment_heads=known["alignment_heads"],
     )  # fmt: skip
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

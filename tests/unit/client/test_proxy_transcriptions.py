@@ -42,6 +42,25 @@ def test_other_forms(sdk: openai.OpenAI) -> None:
     assert transcribe(sdk, response_format="vtt").startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.250\nHello there.\n")
 
 
+def test_words_and_their_times(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    verbose = transcribe(sdk, response_format="verbose_json", timestamp_granularities=["word"])
+    assert verbose.segments is None
+    assert [(w.word, w.start, w.end) for w in verbose.words[:3]] == [
+        ("Hello", 0.0, 0.25), ("there.", 0.25, 0.5), ("How", 1.5, 1.75),
+    ]  # fmt: skip
+    both = transcribe(sdk, response_format="verbose_json", timestamp_granularities=["word", "segment"])
+    assert len(both.words) == 5 and len(both.segments) == 2
+    assert transcribe(sdk, response_format="verbose_json").words is None
+    assert [call.request.stages for call in backend.seen] == [{"transcriber": {"words": True}}] * 2 + [{}]
+
+
+def test_a_pipeline_that_knows_no_times_of_words(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    backend.refusal = "[bad_request:stages.transcriber] unknown stage 'transcriber'; stages: words"
+    with pytest.raises(openai.BadRequestError, match="when single words are said") as caught:
+        transcribe(sdk, response_format="verbose_json", timestamp_granularities=["word"])
+    assert caught.value.param == "timestamp_granularities[]"
+
+
 def test_streamed(sdk: openai.OpenAI) -> None:
     events = list(transcribe(sdk, stream=True))
     assert [e.type for e in events] == ["transcript.text.delta", "transcript.text.delta", "transcript.text.done"]
@@ -55,8 +74,9 @@ def test_streamed(sdk: openai.OpenAI) -> None:
         ({"file": ("list.m3u8", b"#EXTM3U\n#EXTINF:10,\nfile:///etc/hostname\n")}, "file", "invalid_audio"),
         ({"response_format": "diarized_json"}, "response_format", "unsupported_value"),
         ({"response_format": "srt", "stream": True}, "response_format", "unsupported_value"),
-        ({"response_format": "verbose_json", "timestamp_granularities": ["word"]}, "timestamp_granularities[]",
+        ({"response_format": "verbose_json", "timestamp_granularities": ["letter"]}, "timestamp_granularities[]",
          "unsupported_value"),
+        ({"timestamp_granularities": ["word"]}, "timestamp_granularities[]", "invalid_value"),
         ({"timestamp_granularities": ["segment"]}, "timestamp_granularities[]", "invalid_value"),
         ({"prompt": "Names: Anna"}, "prompt", "unsupported_value"),
         ({"temperature": 0.7}, "temperature", "unsupported_value"),

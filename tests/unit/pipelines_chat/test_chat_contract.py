@@ -17,10 +17,11 @@ from backends.core.chunk import Tensor
 from backends.core.engine import Event, Finished, Output, Run, Send
 from backends.core.generate import GenerateRequest, Message, Part
 from backends.pipelines.chat.code2wav import BINS, HibariDecoder
+from backends.pipelines.chat.ear import Segment
 from backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
 from backends.pipelines.chat.sound import SAMPLE_RATE_HZ
 from backends.pipelines.chat.talker import TalkerEngine
-from backends.pipelines.chat.transcriber import Segment, TranscriberEngine
+from backends.pipelines.chat.transcriber import TranscriberEngine
 from backends.pipelines.chat.voice import Voice
 from tests.kit import drive
 from tests.kit.engine_contract import CHECKS, Subject, check_name
@@ -54,7 +55,7 @@ def same(event: Event) -> Any:
 class LevelEar:
     """Says how loud a window is."""
 
-    def hear(self, samples: np.ndarray, timed: bool) -> list[Segment]:
+    def hear(self, samples: np.ndarray, timed: bool = False, worded: bool = False) -> list[Segment]:
         return [Segment(0.0, len(samples) / SAMPLE_RATE_HZ, f"{np.abs(samples).max():.3f}")]
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ import pytest
 pytest.importorskip("hibari", reason="the engine environment is needed")
 
 from backends.core.engine import Event, Failed, Finished, Run, Send
+from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest
 from backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
 from backends.pipelines.chat.talker import QUEUE_CLAUSES, TalkerEngine
-from backends.pipelines.chat.voice import BINS, Voice
+from backends.pipelines.chat.voice import BINS, LONGEST_WORD, Voice, shortened
 from tests.kit import drive
 
 TEXT = "Hello there. Dr. Smith has 3.14 apples, and you? 🎉 No stop at the end"
@@ -81,6 +83,26 @@ def test_nothing_to_say_is_silence_and_a_proper_end(talker: TalkerEngine, text: 
     events = drive.run_with(talker, fed_run(), [text, ""])
     assert not drive.codes(events)
     assert isinstance(drive.end(events), Finished)
+
+
+@pytest.mark.parametrize("text", ["🎉🎉", "...!?", "你好，世界。", "مرحبا"])
+def test_a_text_that_cannot_be_read_is_refused_where_it_is_all_there_is(talker: TalkerEngine, text: str) -> None:
+    failed = drive.end(drive.run_with(talker, speech_run(text)))
+    assert isinstance(failed, Failed) and isinstance(failed.error, BadRequest) and failed.error.where == "input"
+    assert isinstance(drive.end(drive.run_with(talker, speech_run(f"{text} Hello."))), Finished)
+    assert not talker.busy
+
+
+def test_long_words_are_read_in_pieces(voice: Voice) -> None:
+    """hibari's reader would take 8 s for the first one, and hold up everyone else's speech."""
+    for word in ("a1" * 150, "1/" * 150, "https://example.com/" + "path/" * 40, "-" * 300, "x" * 51):
+        pieces = shortened(f"say {word} now").split()
+        assert max(map(len, pieces)) <= LONGEST_WORD
+        assert "".join(pieces[1:-1]) == word
+    assert shortened(TEXT) == TEXT
+    began = time.thread_time()
+    assert voice.phonemes("a1" * 150)
+    assert time.thread_time() - began < 3
 
 
 def test_runs_take_turns(talker: TalkerEngine) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,20 +12,23 @@ from backends.core.chunk import Tensor
 from backends.core.engine import Finished, Output, Progress, Run, Send
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest, Message, Part
+from backends.pipelines.chat.align import Word, best_path, first_frames, loud_frames, words_at
+from backends.pipelines.chat.ear import Segment, WhisperEar
 from backends.pipelines.chat.sound import SAMPLE_RATE_HZ, WINDOW_SAMPLES
-from backends.pipelines.chat.transcriber import Segment, TranscriberEngine, WhisperEar
+from backends.pipelines.chat.transcriber import TranscriberEngine
 from tests.kit import drive
 
 
 class LevelEar:
     """Says how loud a window is, in hundredths; nothing for silence."""
 
-    def hear(self, samples: np.ndarray, timed: bool = False) -> list[Segment]:
+    def hear(self, samples: np.ndarray, timed: bool = False, worded: bool = False) -> list[Segment]:
         assert len(samples) <= WINDOW_SAMPLES
         level = round(100 * float(np.abs(samples).max()))
         length_s = len(samples) / SAMPLE_RATE_HZ
         half_s = length_s / 2 if timed else length_s
-        halves = (Segment(0.0, half_s, str(level)), Segment(half_s, length_s, str(level)))
+        words = (Word(str(level), 0.0, half_s),) if worded else ()
+        halves = (Segment(0.0, half_s, str(level), words), Segment(half_s, length_s, str(level)))
         return list(halves if timed else halves[:1]) if level else []
 
 
@@ -70,6 +74,35 @@ def test_a_client_gets_timed_segments_of_all_the_audio() -> None:
     times = [at_s for meta in said for at_s in (meta["start_s"], meta["end_s"])]
     assert times == sorted(times) and (times[0], times[-1]) == (0.0, 40.0)
     assert not any(isinstance(event, Send) for event in events)
+
+
+def test_words_have_the_times_of_all_the_audio_and_come_only_if_asked_for() -> None:
+    run = asking((0.4, 40))
+    run.request = msgspec.structs.replace(run.request, stages={"transcriber": {"words": True}})
+    run.wanted, run.feeds = frozenset({"transcript"}), False
+    said = [event.meta for event in drive.run_with(engine(), run) if isinstance(event, Output)]
+    assert all(meta["words"][0]["start_s"] == meta["start_s"] for meta in said if meta["words"])
+    assert [len(meta["words"]) for meta in said] == [1, 0, 1, 0]
+
+
+def test_a_path_visits_every_token_in_order() -> None:
+    score = np.log(np.array([[9, 9, 1, 1, 1, 1], [1, 1, 1, 1, 9, 1], [1, 1, 9, 1, 1, 9]]))  # the last one looks back
+    assert best_path(score).tolist() == [0, 4, 5] or best_path(score).tolist() == [0, 2, 5]
+    assert best_path(np.zeros((3, 2))).tolist() == [0, 0, 1], "fewer frames than tokens"
+    looks = np.zeros((2, 100))
+    looks[0, 10:40], looks[1, 60:80] = 1 / 30, 1 / 20
+    assert first_frames(looks)[0] == 0 and 40 <= first_frames(looks)[1] <= 60
+
+
+def test_words_end_where_silence_begins() -> None:
+    """0.2 s of silence, a word, a pause, two words in one breath; borders of the path lie somewhere in between."""
+    rate_hz, frame = 1000, 20
+    level = np.repeat([0.0, 1.0, 0.0, 1.0, 0.0], [10, 20, 50, 40, 30])
+    is_loud = loud_frames(np.repeat(level, frame), rate_hz)
+    assert is_loud.tolist() == (level > 0).tolist()
+    for second in (25, 60, 82):  # too early, in the pause, too late
+        words = list(words_at(["one", "two", "three"], np.array([0, second, 100]), is_loud))
+        assert words == [Word("one", 0.2, 0.6), Word("two", 1.6, 2.0), Word("three", 2.0, 2.4)], second
 
 
 def test_silence_is_an_empty_transcript() -> None:
