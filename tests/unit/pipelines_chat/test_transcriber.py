@@ -86,8 +86,8 @@ def test_words_have_the_times_of_all_the_audio_and_come_only_if_asked_for() -> N
 
 
 def test_a_path_visits_every_token_in_order() -> None:
-    score = np.log(np.array([[9, 9, 1, 1, 1, 1], [1, 1, 1, 1, 9, 1], [1, 1, 9, 1, 1, 9]]))  # the last one looks back
-    assert best_path(score).tolist() == [0, 4, 5] or best_path(score).tolist() == [0, 2, 5]
+    score = np.log(np.array([[9, 9, 1, 1, 1, 1], [1, 1, 2, 2, 9, 1], [1, 1, 9, 1, 1, 9]]))  # the last one looks back
+    assert best_path(score).tolist() == [0, 2, 5]
     assert best_path(np.zeros((3, 2))).tolist() == [0, 0, 1], "fewer frames than tokens"
     looks = np.zeros((2, 100))
     looks[0, 10:40], looks[1, 60:80] = 1 / 30, 1 / 20
