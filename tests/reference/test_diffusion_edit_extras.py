@@ -62,7 +62,8 @@ def save_lora(folder: Path, home: Path) -> Path:
     for key, weight in transformer.named_parameters():
         if "lora_" in key:
             weight.data.normal_(0.0, 0.5, generator=generator)
-    QwenImageEditPipeline.save_lora_weights(home, transformer_lora_layers=get_peft_model_state_dict(transformer))
+    layers: Any = get_peft_model_state_dict(transformer)
+    QwenImageEditPipeline.save_lora_weights(home, transformer_lora_layers=layers)
     return home
 
 
