@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`triton-omni chat`, `speak` and `draw`: ask a server, show and save what comes as it comes."""
+"""`triton-omni chat`, `speak`, `transcribe`, `draw` and `edit`: ask a server, show and save what comes as it comes."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import wave
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
+import msgspec
 import numpy as np
 
-from backends.wire import Event, GenerateRequest, Message, Sampling
+from backends.wire import Event, GenerateRequest, Message, Part, Sampling
+from client.media import Media
 from client.pieces import Piece
+from client.subtitles import Phrase, srt, vtt
 from client.sync import Client
 
 Say = Callable[[str], None]
+TRANSCRIPTS = ("text", "srt", "vtt", "json")
 
 
 class WavFile:
@@ -25,13 +30,15 @@ class WavFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._sink: BinaryIO | None = None
         self._file: wave.Wave_write | None = None
         self.seconds = 0.0
 
     def add(self, samples: np.ndarray, rate_hz: int) -> None:
         """Append samples, (samples,) float32."""
         if self._file is None:
-            self._file = wave.open(str(self._path), "wb")  # noqa: SIM115 closed in __exit__
+            self._sink = self._path.open("wb")
+            self._file = wave.open(self._sink, "wb")  # noqa: SIM115 as above
             self._file.setnchannels(1)
             self._file.setsampwidth(2)
             self._file.setframerate(rate_hz)
@@ -46,17 +53,31 @@ class WavFile:
     ) -> None:
         if self._file is not None:
             self._file.close()
+        if self._sink is not None:
+            self._sink.close()
 
 
 def chat(client: Client, options: argparse.Namespace, say: Say) -> int:
     """One question, or a conversation."""
     history = [Message("system", options.system)] if options.system else []
+    media = Media()
+    shown = [
+        add(_content(client, source))
+        for sources, add in ((options.image, media.image), (options.audio, media.audio), (options.video, media.video))
+        for source in sources
+    ]
     for prompt in [options.prompt] if options.prompt else _prompts():
-        history.append(Message("user", prompt))
-        answer = _answer(client, options, tuple(history), say)
+        history.append(Message("user", (*shown, Part("text", prompt)) if shown else prompt))
+        shown = []
+        answer = _answer(client, options, tuple(history), media, say)
         history.append(Message("assistant", answer))
     say("\n")
     return 0
+
+
+def _content(client: Client, source: str) -> bytes:
+    """What is in a file or behind a URL. Raises OSError or MediaError."""
+    return client.read_url(source) if "://" in source else Path(source).read_bytes()
 
 
 def _prompts() -> Iterator[str]:
@@ -70,7 +91,7 @@ def _prompts() -> Iterator[str]:
             yield line
 
 
-def _answer(client: Client, options: argparse.Namespace, messages: tuple[Message, ...], say: Say) -> str:
+def _answer(client: Client, options: argparse.Namespace, messages: tuple[Message, ...], media: Media, say: Say) -> str:
     request = GenerateRequest(
         messages=messages,
         modalities=("text", "audio") if options.speak else ("text",),
@@ -79,7 +100,8 @@ def _answer(client: Client, options: argparse.Namespace, messages: tuple[Message
     )
     text: list[str] = []
     end = Event("end")
-    with closing(_pieces(client, options.model, request)) as pieces, WavFile(options.speak or Path()) as sound:
+    pieces = _pieces(client, options.model, request, media)
+    with closing(pieces), WavFile(options.speak or Path()) as sound:
         for piece in pieces:
             if piece.text is not None:
                 say(piece.text)
@@ -95,7 +117,7 @@ def speak(client: Client, options: argparse.Namespace, say: Say) -> int:
     """A text as speech."""
     request = GenerateRequest(operation="speech", input=options.text, voice=options.voice, speed=options.speed)
     end = Event("end")
-    with closing(_pieces(client, options.model, request)) as pieces, WavFile(options.out) as sound:
+    with closing(_pieces(client, options.model, request, Media())) as pieces, WavFile(options.out) as sound:
         for piece in pieces:
             if piece.audio is not None:
                 sound.add(piece.audio, int(piece.event.meta["sample_rate"]))
@@ -104,16 +126,59 @@ def speak(client: Client, options: argparse.Namespace, say: Say) -> int:
     return 0
 
 
+def transcribe(client: Client, options: argparse.Namespace, say: Say) -> int:
+    """The words in a sound; a text as it is heard, other forms at the end."""
+    media = Media()
+    part = media.audio(_content(client, options.source))
+    request = GenerateRequest(
+        operation="transcription",
+        messages=(Message("user", (part,)),),
+        stages={"transcriber": {"words": True}} if options.words else {},
+    )
+    heard: list[Phrase] = []
+    facts: list[dict[str, Any]] = []
+    with closing(_pieces(client, options.model, request, media)) as pieces:
+        for piece in pieces:
+            if piece.event.type != "transcript" or piece.text is None:
+                continue
+            meta = piece.event.meta
+            heard.append(Phrase(meta["start_s"], meta["end_s"], piece.text))
+            facts.append({"text": piece.text, **{name: meta[name] for name in _TIMED if name in meta}})
+            if options.format == "text":
+                say(piece.text)
+    whole = {"text": "".join(phrase.text for phrase in heard), "segments": facts}
+    rest = {"text": "\n", "srt": srt(heard), "vtt": vtt(heard), "json": json.dumps(whole, ensure_ascii=False) + "\n"}
+    say(rest[options.format])
+    return 0
+
+
+_TIMED = ("start_s", "end_s", "language", "words")
+
+
 def draw(client: Client, options: argparse.Namespace, say: Say) -> int:
     """A picture."""
+    return _picture(client, options, GenerateRequest(operation="image", input=options.prompt), Media(), say)
+
+
+def edit(client: Client, options: argparse.Namespace, say: Say) -> int:
+    """A picture made of another one."""
+    media = Media()
+    parts = [media.image(_content(client, options.picture))]
+    if options.mask:
+        parts.append(media.mask(_content(client, options.mask)))
+    message = Message("user", (*parts, Part("text", options.prompt)))
+    return _picture(client, options, GenerateRequest(operation="edit", messages=(message,)), media, say)
+
+
+def _picture(client: Client, options: argparse.Namespace, request: GenerateRequest, media: Media, say: Say) -> int:
     from PIL import Image
 
     wished: dict[str, Any] = {"steps": options.steps, "seed": options.seed}
     if options.size:
         wished["width"], wished["height"] = options.size
     given = {name: value for name, value in wished.items() if value is not None}
-    request = GenerateRequest(operation="image", input=options.prompt, stages={"denoiser": given} if given else {})
-    with closing(_pieces(client, options.model, request)) as pieces:
+    request = msgspec.structs.replace(request, stages={"denoiser": given} if given else {})
+    with closing(_pieces(client, options.model, request, media)) as pieces:
         for piece in pieces:
             if piece.event.type == "progress":
                 say(f"\rstep {piece.event.meta.get('step', '?')} of {piece.event.meta.get('steps', '?')} ")
@@ -124,11 +189,11 @@ def draw(client: Client, options: argparse.Namespace, say: Say) -> int:
     return 0
 
 
-def _pieces(client: Client, model: str, request: GenerateRequest) -> Any:
+def _pieces(client: Client, model: str, request: GenerateRequest, media: Media) -> Any:
     """Pieces as a generator, so that leaving early (Ctrl-C) ends the request."""
 
     def generate() -> Iterator[Piece]:
-        yield from client.generate(model, request)
+        yield from client.generate(model, request, media=media.tensors)
 
     return generate()
 

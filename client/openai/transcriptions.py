@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from backends.wire import Event, GenerateRequest, Message
+from client import subtitles
 from client.media import Media
 from client.openai import extras, sse
 from client.openai.calls import Call, open_pieces, shared_of
@@ -79,6 +80,11 @@ class Transcript:
     def text(self) -> str:
         """All words."""
         return "".join(segment["text"] for segment in self.segments)
+
+    @property
+    def phrases(self) -> list[subtitles.Phrase]:
+        """The segments for subtitles."""
+        return [subtitles.Phrase(s["start"], s["end"], s["text"]) for s in self.segments]
 
     @property
     def usage(self) -> Json:
@@ -170,27 +176,16 @@ def _verbose(transcript: Transcript) -> Response:
 
 
 def _srt(transcript: Transcript) -> Response:
-    blocks = [f"{s['id'] + 1}\n{_span(s, ',')}\n{s['text'].strip()}\n" for s in transcript.segments]
-    return PlainTextResponse("\n".join(blocks), media_type="application/x-subrip")
+    return PlainTextResponse(subtitles.srt(transcript.phrases), media_type="application/x-subrip")
 
 
 def _vtt(transcript: Transcript) -> Response:
-    blocks = [f"{_span(s, '.')}\n{s['text'].strip()}\n" for s in transcript.segments]
-    return PlainTextResponse("\n".join(["WEBVTT\n", *blocks]), media_type="text/vtt")
+    return PlainTextResponse(subtitles.vtt(transcript.phrases), media_type="text/vtt")
 
 
 ANSWERS: dict[str, Callable[[Transcript], Response]] = {
     "json": _json, "text": _text, "verbose_json": _verbose, "srt": _srt, "vtt": _vtt,
 }  # fmt: skip
-
-
-def _span(segment: Json, point: str) -> str:
-    return f"{_clock(segment['start'], point)} --> {_clock(segment['end'], point)}"
-
-
-def _clock(at_s: float, point: str) -> str:
-    ms = round(at_s * 1000)
-    return f"{ms // 3_600_000:02}:{ms // 60_000 % 60:02}:{ms // 1000 % 60:02}{point}{ms % 1000:03}"
 
 
 def _event(kind: str, content: Json) -> bytes:
