@@ -14,7 +14,8 @@ from backends.supervisor.problem import Problem, Say
 from backends.supervisor.served import served
 
 OUT = Path("out")
-QUESTION = "What is the capital of France? Tell me a little about it."
+QUESTION = "What is the capital of France?"
+MESSAGES = [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": QUESTION}]
 SPEECH_HZ = 24000  # OpenAI's pcm16 is always 24 kHz mono
 READY_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 300.0
@@ -46,7 +47,7 @@ def speak(client: Any, say: Say) -> list[Path]:
     audio: list[bytes] = []
     stream = client.chat.completions.create(
         model=SPEAKING,
-        messages=[{"role": "user", "content": QUESTION}],
+        messages=MESSAGES,
         modalities=["text", "audio"],
         audio={"voice": fact_of(client, SPEAKING, "voices", ["default"])[0], "format": "pcm16"},
         max_tokens=120,
