@@ -2,7 +2,7 @@
 """What a second rank brings to the steps of one picture with guidance: one process against two, a thread each.
 
     python -m perf.ranks                   the table, a few minutes of two cores
-    python -m perf.ranks --only "mid 256"
+    python -m perf.ranks --only digits
 
 A step here is both guidance branches of one picture, guidance itself and the scheduler. `wall` is what a client waits;
 it needs a core for each rank, which a shared machine does not always give. `CPU` is the CPU time of the busiest rank:
@@ -17,7 +17,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from backends.diffusion.engine import DiffusionEngine
 from perf.diffusion import STAGE, model_folders
 
 STEPS = 10
-CELLS = (("digits", 64), ("digits", 128), ("digits", 256), ("mid", 64), ("mid", 256))
+SIDES = {"digits": (64, 128, 256), "mid": (64, 256)}
 MANNERS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "cfg: 2": {"parallel": {"cfg": 2}},
@@ -70,43 +70,41 @@ def steps_of(engine: DiffusionEngine, side: int) -> Iterator[Cost]:
         engine.step()
 
 
-def measure(folder: Path, side: int, manners: tuple[str, str], repeats: int) -> dict[str, Cost]:
-    """Both manners in turns; only one engine with ranks fits into a process."""
-    engines = {
-        manner: DiffusionEngine(
-            EngineContext("image", STAGE, {"model": str(folder), "max_batch_tokens": 1, **MANNERS[manner]})
-        )
+def measure(folder: Path, sides: tuple[int, ...], manners: tuple[str, str], repeats: int) -> Iterator[str]:
+    """Both manners in turns, as rows; only one engine with ranks fits into a process."""
+    one, two = (
+        DiffusionEngine(EngineContext("image", STAGE, {"model": str(folder), "max_batch_tokens": 1, **MANNERS[manner]}))
         for manner in manners
-    }
-    costs: dict[str, list[Cost]] = {manner: [] for manner in manners}
-    with closing(engines[manners[0]]), closing(engines[manners[1]]):
-        for _ in range(repeats + 1):
-            for manner, engine in engines.items():
-                costs[manner].append(Cost(*map(statistics.median, zip(*steps_of(engine, side), strict=True))))
-    return {m: Cost(*map(statistics.median, zip(*found[1:], strict=True))) for m, found in costs.items()}
+    )
+    with closing(one), closing(two):
+        for side in sides:
+            found = [[_median(steps_of(engine, side)) for engine in (one, two)] for _ in range(repeats + 1)]
+            costs = [_median(each) for each in zip(*found[1:], strict=True)]
+            for manner, cost in zip(manners, costs, strict=True):
+                yield (
+                    f"{side} px | {manner} | {cost.wall_s * 1e3:.1f} | {cost.wall_s / costs[0].wall_s:.2f} | "
+                    f"{cost.busiest_s * 1e3:.1f} | {cost.busiest_s / costs[0].busiest_s:.2f} |"
+                )
+
+
+def _median(costs: Iterable[Cost]) -> Cost:
+    return Cost(*map(statistics.median, zip(*costs, strict=True)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="models and sizes whose name contains this")
+    parser.add_argument("--only", default="", help="models whose name contains this")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     print("| picture | manner | wall ms / step | vs one | CPU ms / step, busiest rank | vs one |")
     print("|---|---|---|---|---|---|")
     names = list(MANNERS)
-    cells = [(model, side) for model, side in CELLS if args.only in f"{model} {side} px"]
+    models = {model for model in SIDES if args.only in model}
     with tempfile.TemporaryDirectory() as work:
-        folders = model_folders(Path(work), {model for model, _ in cells})
-        for model, side in cells:
+        for model, folder in model_folders(Path(work), models).items():
             for pair in ((names[0], names[1]), (names[2], names[3])):
-                found = measure(folders[model], side, pair, args.repeats)
-                one = found[pair[0]]
-                for manner, cost in found.items():
-                    print(
-                        f"| {model} {side} px | {manner} | {cost.wall_s * 1e3:.1f} | {cost.wall_s / one.wall_s:.2f} | "
-                        f"{cost.busiest_s * 1e3:.1f} | {cost.busiest_s / one.busiest_s:.2f} |",
-                        flush=True,
-                    )
+                for row in measure(folder, SIDES[model], pair, args.repeats) if model in models else ():
+                    print(f"| {model} {row}", flush=True)
 
 
 if __name__ == "__main__":

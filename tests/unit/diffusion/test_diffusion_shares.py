@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +135,11 @@ def test_contradictions_are_load_errors_that_name_the_key(given: dict[str, Any],
 def test_ranks_are_one_unless_said() -> None:
     assert read_options({"model": "x"}, "denoiser").parallel.ranks == 1
     assert read_options({"model": "x", "parallel": {"cfg": 3}}, "denoiser").parallel.ranks == 3
+
+
+def test_ranks_without_a_gpu_each_are_a_load_error(tmp_path: Path) -> None:
+    from backends.diffusion.ranks import Ranks
+
+    options = read_options({"model": "x", "parallel": {"cfg": 64}}, "denoiser")
+    with pytest.raises(OptionsError, match=r"parallel: 64 ranks need a GPU each; say `gpus_per_instance: 64`"):
+        Ranks(tmp_path, options, torch.device("cuda"), None)
