@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics page adds up over requests as their clients saw them, and docs/metrics-and-traces.md lists what is on it."""
+"""The metrics page adds up over requests as their clients saw them; docs/metrics-and-traces.md lists what is on it."""
 
 from __future__ import annotations
 
