@@ -33,7 +33,7 @@ def check_server(home: Home) -> str:
             raise Problem(f"{problem.what}:\n{log_tail(log)}", f"read {log}; make setup after the cure") from None
     if wrong:
         raise Problem(f"the server answers wrongly: {wrong}", f"read {log}")
-    return f"server ready with a pipeline after {seconds:.1f} s; it answers right"
+    return f"    server ready with a pipeline after {seconds:.1f} s; it answers right"
 
 
 def ask(api: Api) -> str:

