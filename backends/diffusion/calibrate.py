@@ -36,7 +36,9 @@ def _measures(model: Model, limits: Limits) -> Iterator[Measure]:
             break
         found.append(_measure(model, side))
         yield found[-1]
-        if found[-1].pair_s > PATIENCE_S or Weights.of_measures(found)(found[-1].tokens) >= ENOUGH:
+        if Weights.of_measures(found)(found[-1].tokens) >= ENOUGH:
+            return
+        if found[-1].pair_s > PATIENCE_S:
             break
     yield _measure(model, SIDES[len(found) - 1], LONG_TEXT)
 
