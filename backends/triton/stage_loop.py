@@ -13,7 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from backends.config.schema import StageDeploy
 from backends.connectors.base import PeerLost
@@ -74,30 +75,6 @@ class Call:
     pieces: dict[str, int] = field(default_factory=dict[str, int])
 
 
-@dataclass(frozen=True, slots=True)
-class _Closed:
-    """Triton's side of a call is closed, so `end` may be told: by the worker that has the run, or else by us."""
-
-    call: Call
-    end: msg.Finished | msg.Failed
-    worker: Peer | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A direct call's response has left; its chunk may go back to the worker it came from."""
-
-    worker: Peer
-    chunk: Chunk
-
-
-@dataclass(frozen=True, slots=True)
-class _Gone:
-    """The client of a direct call went away."""
-
-    call: Call
-
-
 class StageLoop:
     """One stage instance's calls and its worker. `turn` runs in one thread; `take` may be called from any."""
 
@@ -127,7 +104,7 @@ class StageLoop:
 
     def take(self, call: Call) -> None:
         """Take a call; it is answered through its caller, whatever happens."""
-        self.hub.post(call)
+        self.hub.post(partial(self._try_receive, call))
 
     def start(self) -> None:
         """Start the worker; also when it is due again."""
@@ -144,11 +121,11 @@ class StageLoop:
         for peer, item in self.hub.poll(timeout_s):
             try:
                 if peer is None:
-                    self._on_posted(item)
+                    item()
                 elif peer is self._worker:
                     self._on_worker(peer, item)
             except Exception:  # the loop border: one item's trouble must not lose the others
-                log.exception("%s could not be handled", type(item).__name__)
+                log.exception("%s could not be handled", item if peer is None else type(item).__name__)
         for _ in range(len(self._waiting)):
             call = self._waiting.popleft()
             if not self._try_hand_over(call):
@@ -156,22 +133,13 @@ class StageLoop:
         self._keep_worker()
 
     # --- calls -----------------------------------------------------------------------------------------------------
-    def _on_posted(self, item: object) -> None:
-        match item:
-            case Call():
-                self._try_receive(item)
-            case _Closed():
-                self._on_closed(item)
-            case _Sent(worker, chunk):
-                worker.release(chunk)  # the worker may be another one by now
-            case _Gone(call):
-                if call in self._waiting:  # its worker has not heard of it
-                    self._waiting.remove(call)
-                    self._fail(call, Cancelled("client_gone"))
-                elif not call.ended and self._worker is not None:
-                    self._worker.send(msg.Stop(call.message.run))
-            case _:
-                raise TypeError(item)
+    def _on_gone(self, call: Call) -> None:
+        """The client of a direct call went away."""
+        if call in self._waiting:  # its worker has not heard of it
+            self._waiting.remove(call)
+            self._fail(call, Cancelled("client_gone"))
+        elif not call.ended and self._worker is not None:
+            self._worker.send(msg.Stop(call.message.run))
 
     def _try_receive(self, call: Call) -> None:
         """As `_receive`; a call that cannot be taken at all is answered."""
@@ -194,7 +162,7 @@ class StageLoop:
             call.reply.send(msg.Received(run))  # before the acknowledgement: from then on our death must be seen
             call.caller.acknowledge()
         else:
-            call.caller.watch(lambda: self.hub.post(_Gone(call)))
+            call.caller.watch(self._posting(self._on_gone, call))
         self._calls[run] = call
         self._waiting.append(call)
 
@@ -226,25 +194,25 @@ class StageLoop:
     def _close(self, call: Call, end: msg.Finished | msg.Failed, worker: Peer | None) -> None:
         """Close Triton's side of a call. `worker`: it has the run and tells the end when we release it."""
         call.ended = True
-        closed = _Closed(call, end, worker)
+        closed = partial(self._on_closed, call, end, worker)
         orchestrator_lost = isinstance(end, msg.Failed) and end.reply_lost
         if call.reply is None:
-            call.caller.end(end, sum(call.pieces.values()), lambda: self.hub.post(closed))
+            call.caller.end(end, sum(call.pieces.values()), self._posting(closed))
         elif orchestrator_lost or call.reply.lost:
             call.reply = None  # nobody may hear of an end whose FINAL was not sent
-            self._on_closed(closed)  # a send to a dead orchestrator would wait for ever
+            closed()  # a send to a dead orchestrator would wait for ever
         else:
             # FINAL alone: through Triton an error that is not a stream's first response can get lost (decision 0001)
-            call.caller.end(None, 0, lambda: self.hub.post(closed))
+            call.caller.end(None, 0, self._posting(closed))
 
-    def _on_closed(self, closed: _Closed) -> None:
-        call, run = closed.call, closed.call.message.run
+    def _on_closed(self, call: Call, end: msg.Finished | msg.Failed, worker: Peer | None) -> None:
+        """Triton's side of a call is closed, so its end may be told: by the worker that has the run, or else by us."""
+        run = call.message.run
         self._calls.pop(run, None)
-        if closed.worker is None:
-            end = closed.end
-        elif closed.worker.send(msg.Release(run)):
-            return
-        else:  # it died after its last word to us, maybe before its last to the orchestrator
+        if worker is not None:
+            if worker.send(msg.Release(run)):
+                return
+            # it died after its last word to us, maybe before its last to the orchestrator
             end = msg.Failed(run, ErrorInfo.of(self._death(), self.stage))
         if call.reply is not None:
             call.reply.send(end)
@@ -267,13 +235,17 @@ class StageLoop:
             case _:
                 log.warning("unexpected message %s from the worker", type(item).__name__)
 
+    def _posting(self, act: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+        """What another thread may call to have `act` called in the loop's."""
+        return partial(self.hub.post, partial(act, *arguments))
+
     def _respond(self, worker: Peer, call: Call, chunk: Chunk) -> None:
         """One piece of a direct call's output."""
         output = chunk.edge.removeprefix(msg.OUTPUT_PREFIX)
         index = call.pieces.get(output, 0)
         call.pieces[output] = index + 1
-        post = self.hub.post
-        call.caller.send(output, index, chunk, lambda: post(_Gone(call)), lambda: post(_Sent(worker, chunk)))
+        sent = self._posting(worker.release, chunk)  # the worker may be another one by then
+        call.caller.send(output, index, chunk, self._posting(self._on_gone, call), sent)
 
     def _on_ping(self, ping: msg.Ping) -> None:
         if ping.state == "failed":
