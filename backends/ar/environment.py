@@ -19,6 +19,7 @@ With tensor_parallel_size > 1, where every rank is a process of its own (ranks.p
 VLLM_WORKER_MULTIPROC_METHOD   spawn: a forked rank would hold the worker's socket to its stub open
 VLLM_HOST_IP, GLOO_SOCKET_IFNAME  ranks meet on the loopback interface
 VLLM_CPU_OMP_THREADS_BIND      nobind: vLLM would want a NUMA node for each rank; `threads` counts for each
+VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS  0: ranks are asked to end at once, see ranks.py
 TMPDIR                         the run folder: the sockets of vLLM's queues go when it goes, also after kill -9
 """
 
@@ -44,6 +45,7 @@ def worker_environment(options: Mapping[str, Any], device: str, prefix: Path) ->
     ranks = options.get("tensor_parallel_size", 1)
     if isinstance(ranks, int) and ranks > 1:  # what is no number is refused when the options are read
         found |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        found["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "0"
         found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if device == "cpu" else {}
         found |= {"TMPDIR": os.environ[RUN_DIR]} if RUN_DIR in os.environ else {}
     if device != "cpu":

@@ -192,7 +192,7 @@ class FrameEngine:
         try:
             self.llm.add_request(live.key, prompt, params)
         except REFUSALS as error:
-            raise refusal_of(error, live.sampling, "messages") from None
+            raise refusal_of(error, "messages") from None
         live.scheduled = scheduled(self.llm, live.key)
         note = Begin(live.key, taken.prompt, taken.positions, _residual_seed(params))
         live.rows = self.gate.begin(note, taken.length)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 from vllm import envs
+from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -60,4 +61,6 @@ def engine_arguments(options: ArOptions, context: EngineContext) -> dict[str, An
         values["hf_overrides"] = options.hf_overrides
     if options.limit_mm_per_prompt:
         values["limit_mm_per_prompt"] = options.limit_mm_per_prompt
-    return values | {"disable_log_stats": True} | options.vllm
+    # the first request that needs a grammar would choose for all, and forced calls are written for this one
+    grammars = StructuredOutputsConfig(backend="xgrammar")
+    return values | {"disable_log_stats": True, "structured_outputs_config": grammars} | options.vllm

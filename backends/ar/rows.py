@@ -112,8 +112,9 @@ class RowStore:
             try:
                 self._take(note)
             except Exception as error:  # the engine-loop border: one run's note must not end the others
-                log.exception("rows of run %s", note.key)
-                self._broken[note.key] = f"{type(error).__name__}: {error}"
+                if note.key not in self._broken:  # else more words for it
+                    log.exception("rows of run %s", note.key)
+                    self._broken[note.key] = f"{type(error).__name__}: {error}"
 
     def _take(self, note: Begin | Words | End) -> None:
         match note:

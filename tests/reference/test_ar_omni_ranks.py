@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -33,7 +34,9 @@ SAME = 1e-4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tiny_omni(tmp_path_factory.mktemp("tiny_omni"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path_factory.mktemp("queues")))
+        yield tiny_omni(tmp_path_factory.mktemp("tiny_omni"))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,10 @@ def reference(model):
 def chain(folder):
     chain = Chain(PIPELINE, engines(folder, MEDIA | RANKS, RANKS))
     yield chain
+    ranks = [rank for engine in chain.engines.values() for rank in ranks_of(engine)]
+    assert len(ranks) == 4
     chain.close()
+    assert [rank.exitcode for rank in ranks] == [-signal.SIGTERM] * 4, "they end at once when they are asked to"
     gc.collect()
 
 
@@ -60,6 +66,11 @@ def single(folder):
     yield chain
     chain.close()
     gc.collect()
+
+
+def ranks_of(engine):
+    """The processes of an engine's ranks."""
+    return [worker.proc for worker in engine.llm.model_executor.workers]
 
 
 def row_runs(worker):
