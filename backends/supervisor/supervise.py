@@ -240,7 +240,7 @@ class Supervisor:
         """Say what the stubs say of themselves: tritonserver answers nothing before all models are loaded."""
         for record in read_records(self.plan.launch.run_dir.path):
             name = f"{record.model}#{record.instance}"
-            if shown.get(name) != record.state:
+            if record.state not in ("stuck", shown.get(name)):  # on a busy machine a loading stub stands still at times
                 shown[name] = record.state
                 self._say(f"  {time.monotonic() - start:6.1f} s  {name}: {record.state}")
 
