@@ -15,12 +15,16 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from client.openai.budget import HELD_BYTES, Share
+from client.openai.calls import shared_of
 from client.openai.errors import ApiError
 from client.openai.fields import Fields, parse_json
+from client.openai.pools import in_thread
 
 DRAIN_FACTOR = 4
 """Of a body that is refused, so many times the bound are read before the answer; and for DRAIN_S at most."""
 DRAIN_S = 30.0
+LARGE_BYTES = 1 << 20
+"""More is read in a thread: it takes longer than others should wait."""
 FREE_BYTES = 64 * 1024
 """Of each body, this much is not counted: short requests go on while large ones fill the budget."""
 
@@ -75,6 +79,7 @@ class Receiver:
                 self._share.take(counted(len(body)) - self._share.held)
             except ApiError as error:
                 body.clear()
+                self._share.give(self._share.held)  # what is dropped from now on must not stand in the way of others
                 await self._refuse(error, is_coming=more)
         return bytes(body)
 
@@ -128,4 +133,7 @@ async def part_of(receive: Receive) -> Message:
 async def read_json(request: Request) -> Fields:
     """The body's JSON. Raises ApiError."""
     # Request.body() would keep it for as long as the answer takes
-    return parse_json(b"".join([part async for part in request.stream()]))
+    body = b"".join([part async for part in request.stream()])
+    if len(body) < LARGE_BYTES:
+        return parse_json(body)
+    return await in_thread(shared_of(request).pools.media, parse_json, body)

@@ -75,10 +75,17 @@ def test_bodies_share_a_budget_and_short_ones_go_on(backend: FakeBackend) -> Non
             assert ask(proxy, MIB).status_code == 200
             wait_until_held(proxy, 3 * MIB - FREE_BYTES)
         wait_until_held(proxy, 0)
+        with unfinished(proxy, 4 * MIB, 3 * MIB):
+            wait_until_held(proxy, 3 * MIB - FREE_BYTES)
+            with unfinished(proxy, 4 * MIB, 2 * MIB) as refused:
+                refused.sendall(b" " * MIB)
+                wait_until_held(proxy, 3 * MIB - FREE_BYTES)  # it is read to its end, and not kept
+                assert ask(proxy, MIB).status_code == 200
+        wait_until_held(proxy, 0)
         assert ask(proxy, 2 * MIB).status_code == 200
         never = ask(proxy, 5 * MIB)
         assert (never.status_code, never.json()["error"]["code"]) == (413, "content_too_large")
-    assert len(backend.seen) == 3
+    assert len(backend.seen) == 4
 
 
 def test_media_are_counted_until_the_answer_ends_and_bodies_until_they_are_read(backend: FakeBackend) -> None:
