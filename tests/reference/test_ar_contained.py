@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 
-from backends.ar.engine import ArEngine
 from backends.core.engine import Failed, Finished, Send
 from backends.core.errors import StageFailed
 from backends.core.pipeline import EngineContext
@@ -34,6 +33,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(folder):
     options = {"model": str(folder), "dtype": "float32", "kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 8}
+    from backends.ar.engine import ArEngine  # vLLM: only once the process has its variables
+
     engine = ArEngine(EngineContext("chat", "thinker", options), ChatPrompts, ascii_feed)
     yield engine
     engine.close()
