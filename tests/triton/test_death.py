@@ -52,7 +52,7 @@ def test_killed_worker(toy: RunningServer, victim: str) -> None:
 def serves_its_live_limit(toy: RunningServer) -> None:
     """As many requests as may be in work are in work at the same time, and all of them end well."""
     limit = OrchestratorDeploy().max_live
-    plan, lives = Plan(body(40, ("text",), tokens={"delay_s": 0.05}), timeout_s=60), list[Life]()
+    plan, lives = Plan(body(40, ("text",), tokens={"delay_s": 0.15}), timeout_s=60), list[Life]()
     clients = threading.Thread(target=lambda: lives.extend(run_many(toy.grpc, [plan] * limit, limit)))
     clients.start()
     address = toy.instance("toy_tokens").address
