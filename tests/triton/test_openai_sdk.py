@@ -175,6 +175,22 @@ def test_sixteen_at_once_do_not_mix(sdk: openai.OpenAI) -> None:
     assert heard == {10 * n: pcm(10 * n) for n in range(1, 17)}
 
 
+def test_a_hundred_streams_at_once_and_a_client_with_little_time(sdk: openai.OpenAI, toy_proxy_url: str) -> None:
+    async def ask(client: openai.AsyncOpenAI, tokens: int) -> str:
+        asked: Any = {"model": "toy", "messages": USER, "max_tokens": tokens, "stream": True}
+        return "".join([c.choices[0].delta.content or "" async for c in await client.chat.completions.create(**asked)])
+
+    async def all_of_them() -> list[str]:
+        url = f"{toy_proxy_url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=100) as client:
+            return await asyncio.gather(*(ask(client, 1 + n % 9) for n in range(100)))
+
+    assert asyncio.run(all_of_them()) == [words(1 + n % 9) for n in range(100)]
+    with pytest.raises(openai.APITimeoutError):
+        complete(sdk.with_options(timeout=0.3), extra_body={"stages": {"tokens": {"hold_after": 1}}})
+    assert complete(sdk, max_tokens=1).choices[0].message.content == "w0 "
+
+
 def test_metrics_page_holds_tritons_too(sdk: openai.OpenAI, toy_proxy_url: str) -> None:
     complete(sdk, max_tokens=1)
     page = httpx.get(f"{toy_proxy_url}/metrics").text
