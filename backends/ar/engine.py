@@ -209,7 +209,7 @@ class ArEngine:
             # vLLM serves low numbers first, our requests say high for urgent
             self.llm.add_request(live.key, inputs, params, priority=-live.run.request.priority if honours else 0)
         except REFUSALS as error:
-            raise refusal_of(error, live.sampling, self._at_fault(params, live)) from None
+            raise refusal_of(error, self._at_fault(params, live)) from None
         live.scheduled = scheduled(self.llm, live.key)
         self.live[live.key] = live
         when_compiled(live.scheduled, self._wake)

@@ -62,7 +62,7 @@ def vllm_params(
             extra_args={RUN_KEY: key},
         )
     except REFUSALS as error:
-        raise refusal_of(error, sampling) from None
+        raise refusal_of(error) from None
 
 
 def _structure(schema: dict[str, Any] | None, grammar: str | None) -> StructuredOutputsParams | None:
@@ -71,10 +71,10 @@ def _structure(schema: dict[str, Any] | None, grammar: str | None) -> Structured
     return None if schema is None else StructuredOutputsParams(json=schema)
 
 
-def refusal_of(error: Exception, sampling: Sampling, otherwise: str = "sampling") -> BadRequest:
+def refusal_of(error: Exception, otherwise: str = "sampling") -> BadRequest:
     """A BadRequest for one of REFUSALS; see sampling.refusal."""
     parameter = error.parameter if isinstance(error, VLLMValidationError) else None
-    return refusal(str(error), parameter, sampling, otherwise)
+    return refusal(str(error), parameter, otherwise)
 
 
 def is_refused(llm: LLMEngine, params: SamplingParams) -> bool:

@@ -74,10 +74,8 @@ def sampling_arguments(
     }
 
 
-def refusal(message: str, parameter: str | None, sampling: Sampling, otherwise: str = "sampling") -> BadRequest:
+def refusal(message: str, parameter: str | None, otherwise: str = "sampling") -> BadRequest:
     """vLLM's refusal of a request as ours, with the field if vLLM names one; else it is about `otherwise`."""
-    if parameter == "structured_outputs" and sampling.json_schema is not None:
-        parameter = "json_schema"
     return BadRequest(message, f"sampling.{parameter}" if parameter in Sampling.__struct_fields__ else otherwise)
 
 

@@ -278,6 +278,7 @@ def test_a_schema_is_obeyed(engine):
         (lambda: chat("x", logit_bias={"99999": 1.0}), "sampling.logit_bias"),
         (lambda: chat("x", seed=2**70), "sampling.seed"),
         (lambda: chat("x", json_schema={"type": "nonsense"}), "sampling.json_schema"),
+        (lambda: chat("x", json_schema={"type": "integer", "multipleOf": 3}), "sampling.json_schema"),
         (lambda: chat("", messages=(Message("user", (Part("image"),)),)), "messages[0]"),
         (lambda: chat("", messages=(Message("tool", "4"),)), "messages[0]"),
     ],
