@@ -24,7 +24,7 @@ from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures, s
 from tests.reference.test_diffusion_invariance import life, make, requests
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)  # each test starts processes that import torch, maybe on a busy machine
 
 GUIDED = {"width": 64, "height": 96, "negative_prompt": " ", "true_cfg_scale": 2.5}
 GONE_S = 30.0
