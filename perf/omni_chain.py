@@ -3,6 +3,7 @@
 
     python perf/omni_chain.py                       the tiny random checkpoint, made on the spot
     python perf/omni_chain.py --model <folder> --device cuda --dtype bfloat16
+    python perf/omni_chain.py --ranks 2             thinker and talker on two ranks each; 0: on one, in its own process
 
 Without links and server: what the engines alone can do. The three engines take turns here, on a server they do not.
 """
@@ -39,10 +40,12 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--frames", type=int, default=96)
+    parser.add_argument("--ranks", type=int, help="processes of thinker and of talker; default: one, in this process")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it would write between the rows of the table
-    os.environ.update(worker_environment({}, args.device, Path(sys.prefix)))
+    several = {} if args.ranks is None else {"tensor_parallel_size": 2}
+    os.environ.update(worker_environment(several, args.device, Path(sys.prefix)))
     with tempfile.TemporaryDirectory() as folder:
         chain = make_chain(args, args.model or tiny(Path(folder)))
         measure(chain, 1, args)  # the first run ever pays for lazy set-up
@@ -65,6 +68,8 @@ def make_chain(args: argparse.Namespace, model: Path) -> Chain:
     """All three stages, with room for the largest batch."""
     common = {"model": str(model), "dtype": args.dtype, "max_num_seqs": max(args.batches), "max_model_len": 1024}
     common |= {"kv_cache_memory_bytes": 256 << 20}
+    if args.ranks is not None:
+        common |= {"tensor_parallel_size": args.ranks or 1, "vllm": {"distributed_executor_backend": "mp"}}
     options = {
         "thinker": common | {"limit_mm_per_prompt": {"image": 0, "audio": 0, "video": 0}},
         "talker": common | {"sampling": {"temperature": 0.0, "max_tokens": args.frames}},
