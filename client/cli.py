@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     edit.add_argument("picture", help="a file or URL")
     edit.add_argument("prompt", help="what to change")
     edit.add_argument("--mask", metavar="PNG", help="transparent where the picture may change")
-    _add_model(edit, "qwen_image_edit")
+    edit.add_argument("--model", required=True, metavar="NAME", help="pipeline to ask, one with the operation `edit`")
     _add_drawing(edit)
 
     doctor = _command(commands, "doctor", watch.doctor, "what is set up, what runs, what it takes")

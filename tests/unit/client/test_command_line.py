@@ -81,12 +81,12 @@ def test_a_conversation_shows_its_files_once(backend: FakeBackend, monkeypatch: 
 def test_pictures(capsys: pytest.CaptureFixture[str], backend: FakeBackend) -> None:
     assert cli.main(["draw", "a fox", "--size", "32x16", "--steps", "3", "--seed", "1", "--out", "fox.png"]) == 0
     assert np.asarray(Image.open("fox.png")).shape == (16, 32, 3)
-    assert cli.main(["edit", "cat.png", "a fox", "--mask", "mask.png", "--out", "fox.jpg"]) == 0
+    assert cli.main(["edit", "cat.png", "a fox", "--mask", "mask.png", "--out", "fox.jpg", "--model", "painter"]) == 0
     assert Image.open("fox.jpg").format == "JPEG"
     assert "fox.jpg: 16x8" in capsys.readouterr().out
     drawn, edited = backend.seen
     assert drawn.request.stages == {"denoiser": {"steps": 3, "seed": 1, "width": 32, "height": 16}}
-    assert edited.request.operation == "edit" and edited.pipeline == "qwen_image_edit"
+    assert edited.request.operation == "edit" and edited.pipeline == "painter"
     assert [p.shape for p in edited.request.messages[0].parts] == [(4, 6, 3), (4, 6), ()]
 
 
@@ -101,7 +101,7 @@ def test_speech(backend: FakeBackend) -> None:
         (["transcribe", "nothing.mp3"], "nothing.mp3: No such file or directory"),
         (["transcribe", "cat.png"], "The data is no audio file"),
         (["chat", "x", "--image", "speech.mp3"], "The data is no picture"),
-        (["edit", "cat.png", "x", "--mask", "cat.png"], "A mask needs an alpha channel"),
+        (["edit", "cat.png", "x", "--mask", "cat.png", "--model", "painter"], "A mask needs an alpha channel"),
         (["chat", "x", "--image", "ftp://example.com/x"], "Only http, https and data URLs are read."),
         (["speak", "one", "no/such/place.wav"], "no/such/place.wav: No such file or directory"),
     ],
