@@ -92,12 +92,7 @@ class DiffusionEngine:
         events: list[Event] = []
         with torch.inference_mode():
             self._decode(events)
-            self._prepare(self._choose(), events)
-            chosen = self._choose()
-            if any(not d.is_prepared for d in chosen) and any(d.step for d in self._drawings if self._can_step(d)):
-                chosen = self._choose(only_prepared=True)  # nobody who has begun waits for others' pictures
-            if all(d.is_prepared for d in chosen):  # a batch begins with its last member
-                self._denoise(chosen, events)
+            self._denoise(self._batch(events), events)
         return events
 
     def close(self) -> None:
@@ -134,8 +129,19 @@ class DiffusionEngine:
             self._drop(drawing)
             events.append(Finished(drawing.run, "stop", usage(drawing)))
 
+    def _batch(self, events: list[Event]) -> list[Drawing]:
+        """Whose turn the next step is. A batch begins with its last member; who has begun waits for nobody."""
+        chosen = self._choose()
+        if any(not d.is_prepared for d in chosen):
+            self._prepare(chosen, events)
+            chosen = [d for d in chosen if d in self._drawings]  # but those that failed
+        if all(d.is_prepared for d in chosen):
+            return chosen
+        has_begun = any(d.step for d in self._drawings if self._can_step(d))
+        return self._choose(only_prepared=True) if has_begun else []
+
     def _choose(self, only_prepared: bool = False) -> list[Drawing]:
-        """Whose turn the next step is."""
+        """The neediest and those that may share its step, as far as there is memory for them."""
         ready = [d for d in self._drawings if self._can_step(d) and (d.is_prepared or not only_prepared)]
         inside = [d for d in self._drawings if d.is_inside]
         fit, room = fitting(ranked(ready, self.tokens_done), inside, self.model.memory.most)
