@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from backends.ar.hooks import Span  # noqa: E402
 from backends.ar.rows import Begin, End, RowStore  # noqa: E402
 
 KEY = "run"
+NO_IDS: Any = ["no id"]
 
 
 class Network:
@@ -31,6 +33,10 @@ class Network:
         drawn = [7 if g is None else int(torch.randint(100, (1,), generator=g)) for g in generators]
         frames = torch.stack([tokens, torch.tensor(drawn)], 1)
         return frames, frames.sum(1)[:, None].expand(-1, 2) / 1e6
+
+
+def hand_over(rank, gate):
+    gate.came(rank.made())
 
 
 def step(gate, ranks, position, token):
@@ -96,13 +102,13 @@ def test_a_run_that_ends_before_a_step_costs_the_ranks_nothing():
 def test_a_note_that_cannot_be_followed_breaks_its_run_alone():
     gate, rank = RowGate(), RowStore(Network())
     runs = [gate.begin(Begin(key, prompt), 1) for key, prompt in (("good", [5]), ("bad", ["no id"]), ("late", [5]))]
-    gate.say("late", ["no id"], last=False)
+    gate.say("late", NO_IDS, last=False)
     rank.take(gate.notes())
     rows = torch.ones(3, 2)
     rank.fill([Span("good", 0, 0, 1), Span("bad", 0, 1, 1), Span("late", 0, 2, 1)], rows)
     assert rows[:, 0].tolist() == [5, 0, 0]
     rank.sampled(["bad", "good", "late"], torch.zeros(3, 2), [40, 41, 42])
-    gate.came(rank.made())
+    hand_over(rank, gate)
     assert [run.steps for run in runs] == [1, 0, 0] and runs[0].frames[0][0] == 41
     assert [bool(run.broken) for run in runs] == [False, True, True]
     gate.end("bad")
@@ -117,8 +123,8 @@ def test_numbers_without_bounds_break_their_run_alone():
     hidden = torch.zeros(2, 2)
     hidden[1, 0] = torch.inf
     rank.sampled(["good", "bad"], hidden, [40, 41])
-    gate.came(rank.made())
+    hand_over(rank, gate)
     assert (good.steps, bad.steps) == (1, 0) and bad.broken and not good.broken
     rank.sampled(["bad"], torch.zeros(1, 2), [42])
-    gate.came(rank.made())
+    hand_over(rank, gate)
     assert bad.steps == 0, "a broken run stays broken"
