@@ -154,10 +154,11 @@ class FrameEngine:
             assert live.rows is not None, "a live run has its prompt"
             live.rows.paused = live.run.blocked
         outputs = self.llm.step()
-        for live in [live for live in self._live.values() if live.rows is not None and live.rows.broken]:
+        broken = [(live, live.rows.broken) for live in self._live.values() if live.rows is not None]
+        for live, reason in [(live, reason) for live, reason in broken if reason]:
             self.stop(live.run)
-            reason = f"the rows of the run cannot be made: {live.rows.broken}"
-            events.append(Failed(live.run, StageFailed(reason, self.stage)))
+            error = StageFailed(f"the rows of the run cannot be made: {reason}", self.stage)
+            events.append(Failed(live.run, error))
         for output in outputs:
             assert isinstance(output, RequestOutput), "pooling requests are never added"
             live = self._live.get(output.request_id)
