@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import yaml
@@ -295,3 +296,77 @@ def test_cancelled_requests_leave_nothing(client: Client, server: RunningServer,
         answer.close()
     wait_for(lambda: idle(server, "qwen3_omni"), 10.0, "every run is over")
     assert ask_grpc(client, 2, "text", "audio").tokens == reference[2].token_ids
+
+
+PHASES = ("queued", "read", "written", "spoken", "tail")
+
+
+@dataclass
+class Watched:
+    """A request without an end of its own, followed in a thread."""
+
+    request_id: str
+    client: Client
+    seen: list[str] = field(default_factory=list)
+    """What came, in order: text, audio, and the end's outcome."""
+
+    def follow(self, request: GenerateRequest, media: dict[str, Any]) -> list[str]:
+        given = {name: tensor.data for name, tensor in media.items()}
+        answer = self.client.generate("qwen3_omni", request, request_id=self.request_id, timeout_s=240, media=given)
+        for piece in answer:
+            self.seen += [name for name in ("text", "audio") if getattr(piece, name) is not None]
+            self.seen += [piece.event.outcome] if piece.event.type == "end" else []
+        return self.seen
+
+    def is_listed(self) -> bool:
+        return any(request["id"] == self.request_id for request in self.client.requests("qwen3_omni")["requests"])
+
+
+def without_end(checkpoint: Path, key: Key, tokens: int) -> tuple[GenerateRequest, dict[str, Any]]:
+    """An answer of so many tokens, spoken as long as the talker's context goes."""
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["talker_config"]
+    talker = {"max_tokens": 400, "logit_bias": {str(config["codec_eos_token_id"]): -100.0}}
+    request, media = request_of(key, "text", "audio", stages={"talker": talker})
+    sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    return msgspec.structs.replace(request, sampling=sampling), media
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_abort_in_any_phase_ends_once_and_leaves_the_others_alone(
+    server: RunningServer, client: Client, checkpoint: Path, phase: str
+) -> None:
+    """queued: all seats of the thinker are taken; read: its prompt has pictures, sound and several pieces; tail: the
+    text is complete."""
+    alone = ask_grpc(client, 1, "text", "audio")
+
+    def stages() -> dict[str, int]:
+        return {name: stage["live"] for name, stage in client.health("qwen3_omni")["stages"].items()}
+
+    with ThreadPoolExecutor(10) as pool:
+        crowd = [Watched(f"crowd-{i}", client) for i in range(8 if phase == "queued" else 1)]
+        others = [pool.submit(other.follow, *without_end(checkpoint, 2, 300)) for other in crowd]
+        wait_for(lambda: all("text" in other.seen for other in crowd), 120, "the others write")
+        watched = Watched("watched", client)
+        key: Key = "short sound in a film" if phase == "read" else 2
+        end = pool.submit(watched.follow, *without_end(checkpoint, key, 6 if phase == "tail" else 300))
+        reached: dict[str, Callable[[], bool]] = {
+            "queued": watched.is_listed,
+            "read": watched.is_listed,
+            "written": lambda: "text" in watched.seen,
+            "spoken": lambda: "audio" in watched.seen,
+            "tail": lambda: "audio" in watched.seen and stages()["thinker"] == len(crowd),
+        }
+        wait_for(reached[phase], 120, phase)
+        assert client.abort("qwen3_omni", "watched") == 1
+        seen = end.result(60)
+        assert seen[-1] == "cancelled" and len(seen) - seen.count("text") - seen.count("audio") == 1
+        assert phase != "queued" or seen == ["cancelled"]
+        wait_for(lambda: max(stages().values()) <= len(crowd), 30, "the others alone are left")
+        for other in crowd:
+            client.abort("qwen3_omni", other.request_id)
+        for other in others:
+            assert other.result(60)[-1] in ("cancelled", "completed")
+    wait_for(lambda: idle(server, "qwen3_omni"), 30, "every run is over")
+    again = ask_grpc(client, 1, "text", "audio")
+    assert again.tokens == alone.tokens
+    np.testing.assert_array_equal(again.audio, alone.audio)
