@@ -73,9 +73,9 @@ class Receiver:
             message = await self._next(begun_s, len(body))
             body += message.get("body", b"")
             more = message.get("more_body", False)
-            if len(body) > self._limits.body_bytes:
-                await self._refuse(self._too_large(), is_coming=more)
             try:
+                if len(body) > self._limits.body_bytes:
+                    raise self._too_large()
                 self._share.take(counted(len(body)) - self._share.held)
             except ApiError as error:
                 body.clear()

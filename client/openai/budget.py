@@ -18,7 +18,7 @@ class Budget:
     def __init__(self, most: int = HELD_BYTES) -> None:
         self.most = most
         self.held = 0
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     @contextmanager
     def share(self) -> Iterator[Share]:
@@ -27,15 +27,7 @@ class Budget:
         try:
             yield share
         finally:
-            self.add(-share.held)
-
-    def add(self, nbytes: int) -> bool:
-        """Hold so many bytes more, or less; False, and nothing is changed, if that is too much."""
-        with self._lock:
-            if nbytes > 0 and self.held + nbytes > self.most:
-                return False
-            self.held += nbytes
-            return True
+            share.end()
 
 
 class Share:
@@ -43,19 +35,36 @@ class Share:
 
     def __init__(self, budget: Budget) -> None:
         self.held = 0
+        self._has_ended = False
         self._budget = budget
 
     def take(self, nbytes: int) -> None:
-        """Hold so many bytes more. Raises ApiError: 413 if they could never be held, 503 if they cannot be now."""
+        """Hold so many bytes more. Raises ApiError: 413 if they could never be held, 503 if they cannot be now.
+
+        After the end nothing is held: a thread that still decodes for a client that has gone drops what it makes.
+        """
         most = self._budget.most
-        if self.held + nbytes > most:
-            raise ApiError(413, f"Body and decoded media may have {most} bytes together.", code="content_too_large")
-        if not self._budget.add(nbytes):
-            message = f"All requests together hold {most} bytes of bodies and media; try again."
-            raise ApiError(503, message, code="overloaded", kind="server_error")
-        self.held += nbytes
+        with self._budget.lock:
+            if self._has_ended:
+                return
+            if self.held + nbytes > most:
+                raise ApiError(413, f"Body and decoded media may have {most} bytes together.", code="content_too_large")
+            if nbytes > 0 and self._budget.held + nbytes > most:
+                message = f"All requests together hold {most} bytes of bodies and media; try again."
+                raise ApiError(503, message, code="overloaded", kind="server_error")
+            self._hold(nbytes)
 
     def give(self, nbytes: int) -> None:
         """Hold so many bytes less."""
-        self._budget.add(-nbytes)
-        self.held -= nbytes
+        with self._budget.lock:
+            self._hold(-nbytes)
+
+    def end(self) -> None:
+        """Hold nothing from now on."""
+        with self._budget.lock:
+            self._has_ended = True
+            self._hold(-self.held)
+
+    def _hold(self, nbytes: int) -> None:
+        self.held += nbytes
+        self._budget.held += nbytes

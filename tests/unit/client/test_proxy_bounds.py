@@ -108,6 +108,47 @@ def test_media_are_counted_until_the_answer_ends_and_bodies_until_they_are_read(
         wait_until_held(proxy, 0)
 
 
+def test_a_body_that_turns_out_too_large_gives_its_room_back_at_once(backend: FakeBackend) -> None:
+    limits = Limits(body_bytes=2 * MIB, held_bytes=4 * MIB)
+    with (
+        running_proxy(backend, Settings(limits=limits)) as proxy,
+        socket.create_connection(("127.0.0.1", proxy.port), timeout=30) as connection,
+    ):
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        connection.sendall(b"%x\r\n" % (4 * MIB) + b" " * MIB)
+        wait_until_held(proxy, MIB - FREE_BYTES)
+        connection.sendall(b" " * 2 * MIB)
+        wait_until_held(proxy, 0)  # while the rest is still coming
+        connection.sendall(b" " * MIB + b"\r\n0\r\n\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+
+
+def test_what_is_decoded_for_a_client_that_has_gone_is_not_held(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, over = threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(media: Media, data: bytes) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        try:
+            return media.image(np.zeros((700, 700, 3), np.uint8))
+        finally:
+            over.set()
+
+    monkeypatch.setitem(messages._ADD, "image", slowly)
+    body = httpx.Request("POST", "http://x", json={"model": "fake", "messages": picture(8)}).content
+    with running_proxy(backend, Settings(limits=Limits(held_bytes=2 * MIB))) as proxy:
+        with unfinished(proxy, len(body), 0) as leaving:
+            leaving.sendall(body)
+            assert begun.wait(30)
+        end_s = time.monotonic() + 20
+        while 'route="/v1/chat/completions",status="499"' not in httpx.get(f"{proxy.root}/metrics").text:
+            assert time.monotonic() < end_s
+        go_on.set()
+        assert over.wait(30) and held(proxy) == 0
+
+
 def test_a_body_that_stops_arriving(backend: FakeBackend) -> None:
     with (
         running_proxy(backend, Settings(limits=Limits(silence_s=0.3))) as proxy,
