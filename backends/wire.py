@@ -118,6 +118,7 @@ SHORT_FORM: dict[str, tuple[str, type]] = {
 }
 """Request parameter → (place in GenerateRequest, type). Lists are comma-separated text, dicts are JSON text."""
 
+_TENSORS = (REQUEST, TEXT_INPUT, STREAM, AUDIO, IMAGE, VIDEO)
 _IGNORED_PARAMETERS = frozenset({"id", "triton_enable_empty_final_response", "binary_data_output", TRACEPARENT})
 
 
@@ -127,6 +128,8 @@ def short_form(text: str, parameters: Mapping[str, Any], stream: bool) -> Genera
     for key, value in parameters.items():
         if key in _IGNORED_PARAMETERS:
             continue
+        if key in _TENSORS:
+            raise BadRequest(f"'{key}' is an input tensor, no request parameter", key)
         if key not in SHORT_FORM:
             raise BadRequest(f"unknown parameter '{key}'; known: {', '.join(SHORT_FORM)}", key)
         place, kind = SHORT_FORM[key]

@@ -52,6 +52,7 @@ def test_tritons_own_parameters_are_not_ours():
 
 ODD = [
     ("temprature", 1, "known: operation"),
+    ("stream", True, "is an input tensor"),
     ("max_tokens", "many", "must be int"),
     ("max_tokens", 1.5, "must be int"),
     ("max_tokens", True, "must be int"),
