@@ -77,7 +77,8 @@ def chat(client: Client, options: argparse.Namespace, say: Say) -> int:
 
 def _content(client: Client, source: str) -> bytes:
     """What is in a file or behind a URL. Raises OSError or MediaError."""
-    return client.read_url(source) if "://" in source else Path(source).read_bytes()
+    is_url = "://" in source or source.startswith("data:")
+    return client.read_url(source) if is_url else Path(source).read_bytes()
 
 
 def _prompts() -> Iterator[str]:

@@ -16,6 +16,7 @@ from client.sync import Client
 
 SUPERVISOR = "backends.supervisor"
 DEFAULT_TRITON = "127.0.0.1:8001"
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 EXITS = "Exit status: 0 done, 1 failed (one line on stderr says why), 2 wrong usage, 130 interrupted."
 
 
@@ -118,7 +119,7 @@ def _add_model(command: argparse.ArgumentParser, name: str) -> None:
 
 def _add_drawing(command: argparse.ArgumentParser) -> None:
     out = Path("picture.png")
-    command.add_argument("--out", type=Path, default=out, metavar="FILE", help="png, jpg or webp (%(default)s)")
+    command.add_argument("--out", type=_picture, default=out, metavar="FILE", help="png, jpg or webp (%(default)s)")
     command.add_argument("--size", type=_size, metavar="WxH", help="in pixels, e.g. 512x256 (default: the model's)")
     command.add_argument("--steps", type=int, metavar="N", help="more are slower and finer")
     command.add_argument("--seed", type=int, metavar="N", help="the same seed, the same picture")
@@ -138,6 +139,13 @@ def _command(
     command.set_defaults(run=run)
     command.add_argument("--triton", default=DEFAULT_TRITON, metavar="HOST:PORT", help="gRPC service (%(default)s)")
     return command
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"a picture's name ends in {', '.join(PICTURES)}, not {text!r}")
+    return path
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -103,6 +103,7 @@ def test_speech(backend: FakeBackend) -> None:
         (["chat", "x", "--image", "speech.mp3"], "The data is no picture"),
         (["edit", "cat.png", "x", "--mask", "cat.png", "--model", "painter"], "A mask needs an alpha channel"),
         (["chat", "x", "--image", "ftp://example.com/x"], "Only http, https and data URLs are read."),
+        (["chat", "x", "--image", "data:,x"], "A data URL must have the form"),
         (["speak", "one", "no/such/place.wav"], "no/such/place.wav: No such file or directory"),
     ],
 )
@@ -119,11 +120,20 @@ def test_the_servers_refusal_is_one_line(capsys: pytest.CaptureFixture[str], bac
     assert not Path("speech.wav").exists()
 
 
-@pytest.mark.parametrize("asked", [["draw", "x", "--size", "big"], ["sing"], ["transcribe", "x", "--format", "pdf"]])
-def test_wrong_usage(asked: list[str]) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["draw", "x", "--size", "big"],
+        ["draw", "x", "--out", "fox.xcf"],
+        ["draw", "x", "--out", "fox"],
+        ["sing"],
+        ["transcribe", "x", "--format", "pdf"],
+    ],
+)
+def test_wrong_usage(backend: FakeBackend, asked: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(asked)
-    assert left.value.code == 2
+    assert left.value.code == 2 and not backend.seen
 
 
 @pytest.mark.parametrize("command", ["", "chat", "speak", "transcribe", "draw", "edit", "doctor", "top"])
