@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the AR engine alone: start-up, memory and tokens/s at 1, 4 and 16 runs, with and without libiomp5.
 
-    python perf/ar_engine.py --model <checkpoint folder> [--tokens 64] [--threads 1] [--dtype bfloat16]
+    python -m perf.ar_engine --model <checkpoint folder> [--tokens 64] [--threads 1] [--dtype bfloat16]
 
 Each setting is a process of its own, started with the variables a worker gets; the table goes to standard output.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure qwen3_omni's engines in one process: times to first text and sound, rates, and the time outside the steps.
 
-    python perf/omni_chain.py                       the tiny random checkpoint, made on the spot
-    python perf/omni_chain.py --model <folder> --device cuda --dtype bfloat16
-    python perf/omni_chain.py --ranks 2             thinker and talker on two ranks each; 0: on one, in its own process
+    python -m perf.omni_chain                       the tiny random checkpoint, made on the spot
+    python -m perf.omni_chain --model <folder> --device cuda --dtype bfloat16
+    python -m perf.omni_chain --ranks 2             thinker and talker on two ranks each; 0: on one, in its own process
 
 Without links and server: what the engines alone can do. The three engines take turns here, on a server they do not.
 """
