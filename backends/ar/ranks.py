@@ -39,6 +39,11 @@ def check_ranks(ranks: int, gpus: int | None, stage: str) -> None:
         )
 
 
+def is_only_rank() -> bool:
+    """True in the worker's own process: no other computes the same there."""
+    return multiprocessing.parent_process() is None
+
+
 def die_with_worker() -> None:
     """Called in a rank: have the kernel kill this process when the worker's is gone, however it went.
 
@@ -50,6 +55,19 @@ def die_with_worker() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != worker.pid:  # it went before the call
+        os._exit(1)
+
+
+@contextmanager
+def die_on_error(rank: int) -> Iterator[None]:
+    """Around a rank's part of a step. vLLM goes on after an error of one rank, while the others wait in the collective
+    call that it left out, or take its next one for it: the process ends instead, and the worker with it."""
+    try:
+        yield
+    except Exception:
+        if is_only_rank():
+            raise
+        log.exception("rank %d cannot take part in a step any more", rank)
         os._exit(1)
 
 

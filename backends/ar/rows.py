@@ -17,8 +17,12 @@ import numpy as np
 import torch
 
 from backends.ar.hooks import Span
+from backends.ar.ranks import is_only_rank
 
 log = logging.getLogger("triton_omni.rows")
+
+SAME_IN_ALL_RANKS = (ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
+"""Errors that come of a note itself; others, as a want of memory, may be one rank's alone."""
 
 
 class Network(Protocol):
@@ -112,6 +116,8 @@ class RowStore:
             try:
                 self._take(note)
             except Exception as error:  # the engine-loop border: one run's note must not end the others
+                if not (isinstance(error, SAME_IN_ALL_RANKS) or is_only_rank()):
+                    raise  # the others have made these rows: without them no step would be the same
                 if note.key not in self._broken:  # else more words for it
                     log.exception("rows of run %s", note.key)
                     self._broken[note.key] = f"{type(error).__name__}: {error}"

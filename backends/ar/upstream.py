@@ -28,7 +28,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from backends.ar import upstream_v2
 from backends.ar.hooks import MADE, MODEL, NOTES, TAP_LAYERS, Gate, Rows, Span, Taps, is_tapped, put_made, run_key
-from backends.ar.ranks import die_with_worker, tell_reason, unlink_shared_memory
+from backends.ar.ranks import die_on_error, die_with_worker, tell_reason, unlink_shared_memory
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -130,6 +130,14 @@ class RankWorker(Worker):  # pyright: ignore[reportGeneralTypeIssues]
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with tell_reason(self.rank):
             super().load_model(*args, **kwargs)
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        with die_on_error(self.rank):
+            return super().execute_model(*args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        with die_on_error(self.rank):
+            return super().sample_tokens(*args, **kwargs)
 
 
 RANK_WORKER = f"{__name__}.{RankWorker.__name__}"

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,45 @@ from backends.ar.rows import Begin, End, RowStore  # noqa: E402
 
 KEY = "run"
 NO_IDS: Any = ["no id"]
+LIMIT_S = 120
+RANKS = """
+import multiprocessing, threading
+from types import SimpleNamespace
+import torch
+from backends.ar.ranks import die_on_error, die_with_worker, watch_ranks
+from backends.ar.rows import Begin, RowStore
+
+class Network:
+    pad_text = 0
+
+    def __init__(self, number):
+        self.number = number
+
+    def text_rows(self, ids):
+        return torch.tensor(ids, dtype=torch.float32)[:, None]
+
+    def prompt_rows(self, ids):
+        rows = self.text_rows(ids)
+        if len(ids) > 1 and self.number == 1:
+            raise torch.OutOfMemoryError("no room for rows")
+        return rows
+
+def rank(number):
+    die_with_worker()
+    store = RowStore(Network(number))
+    with die_on_error(number):
+        store.take([Begin("bad", ["no id"]), Begin("large", [5, 6])])
+        assert list(store.runs) == ["large"]
+    threading.Event().wait()  # as one that waits in a collective call
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    ranks = [SimpleNamespace(proc=context.Process(target=rank, args=(number,), daemon=True)) for number in range(2)]
+    for each in ranks:
+        each.proc.start()
+    watch_ranks(SimpleNamespace(workers=ranks, is_failed=False))
+    threading.Event().wait()
+"""
 
 
 class Network:
@@ -128,3 +171,31 @@ def test_numbers_without_bounds_break_their_run_alone():
     rank.sampled(["bad"], torch.zeros(1, 2), [42])
     hand_over(rank, gate)
     assert bad.steps == 0, "a broken run stays broken"
+
+
+def test_a_want_of_memory_breaks_its_run_alone_where_there_is_one_rank():
+    class Short(Network):
+        def prompt_rows(self, prompt):
+            raise torch.OutOfMemoryError("no room for rows")
+
+    gate, rank = RowGate(), RowStore(Short())
+    run = gate.begin(Begin(KEY, [5]), 1)
+    rank.take(gate.notes())
+    rank.sampled([KEY], torch.zeros(1, 2), [40])
+    hand_over(rank, gate)
+    assert run.broken == "OutOfMemoryError: no room for rows"
+
+
+@pytest.mark.timeout(180)
+def test_a_want_of_memory_in_one_of_two_ranks_ends_the_worker(tmp_path):
+    """The other would wait for it in a collective call; what is wrong with a note is wrong in both, and they go on."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS, encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 1
+    assert "rank 1 cannot take part in a step any more" in done.stderr and "no room for rows" in done.stderr
+    assert "rank 1 of 2 died" in done.stderr
+    assert "rank 0 cannot" not in done.stderr
