@@ -31,6 +31,11 @@ def is_checkout(folder: Path = REPO) -> bool:
     return (folder / "pyproject.toml").is_file()
 
 
+def absolute(given: str | Path) -> Path:
+    """A path that still leads there from another folder: what we start does not run in ours."""
+    return Path(given).expanduser().absolute()
+
+
 def home(repo: Path = REPO) -> Path:
     """Set-up's folder."""
     given = os.environ.get(HOME_VARIABLE)
@@ -46,14 +51,14 @@ def engine_python() -> Path:
     """The interpreter that runs engine workers: ours if it was set up, else the one that runs now."""
     given = os.environ.get(ENGINE_PYTHON_VARIABLE)
     if given:
-        return Path(given)
+        return absolute(given)
     ours = home() / "engine" / "bin" / "python"
     return ours if ours.exists() else Path(sys.executable)
 
 
 def models_dir() -> Path:
     """Folder with model checkpoints."""
-    return Path(os.environ.get(MODELS_VARIABLE) or home() / "models")
+    return absolute(os.environ.get(MODELS_VARIABLE) or home() / "models")
 
 
 def run_dir(server_pid: int) -> Path:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.config.paths import ENGINE_PYTHON_VARIABLE, HOME_VARIABLE, MODELS_VARIABLE
+from backends.config.paths import ENGINE_PYTHON_VARIABLE, HOME_VARIABLE, MODELS_VARIABLE, absolute
 from backends.supervisor.home import Home
 from backends.supervisor.problem import Problem
 
@@ -48,8 +48,8 @@ def find_server(home: Home, environ: Mapping[str, str] | None = None, container:
     environ = os.environ if environ is None else environ
     ours = {
         HOME_VARIABLE: str(home.root),
-        ENGINE_PYTHON_VARIABLE: environ.get(ENGINE_PYTHON_VARIABLE, str(home.engine_python)),
-        MODELS_VARIABLE: environ.get(MODELS_VARIABLE, str(home.models)),
+        ENGINE_PYTHON_VARIABLE: str(absolute(environ.get(ENGINE_PYTHON_VARIABLE) or home.engine_python)),
+        MODELS_VARIABLE: str(absolute(environ.get(MODELS_VARIABLE) or home.models)),
     }
     if (container / "bin" / "tritonserver").is_file():
         return Server(container / "bin" / "tritonserver", container / "backends", ours, in_container=True)

@@ -15,6 +15,7 @@ from backends.supervisor import processes, rundir
 from backends.supervisor.problem import Problem
 
 _STOP_TIMEOUT_S = 90.0
+_PLACES = (paths.HOME_VARIABLE, paths.ENGINE_PYTHON_VARIABLE, paths.MODELS_VARIABLE)
 
 
 @contextmanager
@@ -39,7 +40,9 @@ def served(
             "--info-file",
             str(info),
         ]
-        child = processes.start([*command, *options], {**os.environ, **(variables or {})}, output, folder)
+        places = {name: str(paths.absolute(given)) for name in _PLACES if (given := os.environ.get(name))}
+        environment = {**os.environ, **places, **(variables or {})}
+        child = processes.start([*command, *options], environment, output, folder)
         try:
             processes.wait_until(lambda: info.exists() or child.poll() is not None, timeout_s)
             facts = rundir.read_json(info)
