@@ -74,8 +74,11 @@ def loud_frames(samples: np.ndarray, rate_hz: int) -> np.ndarray:
     return level > min(max(NOISE_FACTOR * noise, QUIET * loud), LOUDEST_QUIET * loud)
 
 
-def words_at(texts: Sequence[str], starts: np.ndarray, is_loud: np.ndarray) -> Iterator[Word]:
-    """The words without the silence around them; `starts` has the frame each begins at."""
+def words_at(texts: Sequence[str], starts: np.ndarray, is_loud: np.ndarray, length_s: float) -> Iterator[Word]:
+    """The words without the silence around them; `starts` has the frame each begins at.
+
+    length_s  of the sound, whose last frame may be a part of one
+    """
     borders = [*map(int, starts), len(is_loud)]
     spans = [_sounding(begin, end, is_loud) for begin, end in pairwise(borders)]
     before = 0
@@ -85,7 +88,7 @@ def words_at(texts: Sequence[str], starts: np.ndarray, is_loud: np.ndarray) -> I
         begin = begin - _reach(is_loud[before:begin][::-1])
         end = end + _reach(is_loud[end:after])
         before = end
-        yield Word(text, round(begin * FRAME_S, 2), round(end * FRAME_S, 2))
+        yield Word(text, round(begin * FRAME_S, 2), round(min(end * FRAME_S, length_s), 2))
 
 
 def _sounding(begin: int, end: int, is_loud: np.ndarray) -> tuple[int, int]:

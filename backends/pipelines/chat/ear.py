@@ -127,7 +127,8 @@ class WhisperEar:
             rows += said or [place]  # signs are looked up anywhere
             place += len(group)
         starts = first_frames(looks[rows])[firsts]
-        return words_at([self._text(group).strip() for group in groups], starts, is_loud)
+        texts = [self._text(group).strip() for group in groups]
+        return words_at(texts, starts, is_loud, len(samples) / SAMPLE_RATE_HZ)
 
     def _looks(self, heard: Any, tokens: Sequence[int], frames: int) -> np.ndarray:
         """(tokens, frames) float32: how much of its attention each token had on each frame when it was chosen."""

@@ -101,8 +101,14 @@ def test_words_end_where_silence_begins() -> None:
     is_loud = loud_frames(np.repeat(level, frame), rate_hz)
     assert is_loud.tolist() == (level > 0).tolist()
     for second in (25, 60, 82):  # too early, in the pause, too late
-        words = list(words_at(["one", "two", "three"], np.array([0, second, 100]), is_loud))
+        words = list(words_at(["one", "two", "three"], np.array([0, second, 100]), is_loud, 3.0))
         assert words == [Word("one", 0.2, 0.6), Word("two", 1.6, 2.0), Word("three", 2.0, 2.4)], second
+
+
+def test_the_last_word_ends_with_the_sound() -> None:
+    is_loud = loud_frames(np.ones(1010), 1000)
+    assert len(is_loud) == 51, "the last frame is half a one"
+    assert list(words_at(["one"], np.array([0]), is_loud, 1.01)) == [Word("one", 0.0, 1.01)]
 
 
 def test_silence_is_an_empty_transcript() -> None:
