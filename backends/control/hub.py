@@ -26,7 +26,6 @@ from backends.core.chunk import Chunk
 
 log = logging.getLogger("triton_omni.control")
 
-CONNECT_TIMEOUT_S = 1.0  # bounds a full backlog of a listener; whoever waits still beats in time (records.SILENT_S)
 ACCEPT_PAUSE_S = 1.0  # after an accept that failed for want of descriptors or memory
 ITEMS_PER_TURN = 256
 
@@ -125,10 +124,9 @@ class Hub:
         """The link to a listening process, made on first use; raises PeerLost if nobody listens there."""
         peer = self._by_address.get(address)
         if peer is None or peer.lost:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-            sock.settimeout(CONNECT_TIMEOUT_S)
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
             try:
-                sock.connect(address)
+                sock.connect(address)  # never waits: a full backlog of the listener refuses at once
             except OSError as error:
                 sock.close()
                 raise PeerLost(f"nobody listens there ({error.strerror})") from None
@@ -194,6 +192,7 @@ class Hub:
                 key.data.lost = True
                 key.data.connector.close()
         self._selector.close()
+        self._awake.set()  # a late `post` of another thread must not write to whatever gets the number next
         os.close(self._wake_fd)
         if self._listener is not None:
             self._listener.close()

@@ -125,7 +125,7 @@ class StageLoop:
                 elif peer is self._worker:
                     self._on_worker(peer, item)
             except Exception:  # the loop border: one item's trouble must not lose the others
-                log.exception("%s could not be handled", item if peer is None else type(item).__name__)
+                log.exception("%s could not be handled", "a posted call" if peer is None else type(item).__name__)
         for _ in range(len(self._waiting)):
             call = self._waiting.popleft()
             if not self._try_hand_over(call):

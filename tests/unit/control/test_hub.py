@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import resource
 import socket
 import threading
@@ -71,6 +74,33 @@ def test_nobody_listens(make, tmp_path):
         with pytest.raises(PeerLost, match="nobody listens"):
             a.connect(address)
     assert open_fds() == fds
+
+
+def test_a_listener_that_cannot_take_more_keeps_nobody_waiting(make, tmp_path):
+    path = tmp_path / "full.sock"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(listen(path))
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(1_000):
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                waiting.setblocking(False)
+                waiting.connect(str(path))
+        with pytest.raises(PeerLost, match=os.strerror(errno.EAGAIN)):
+            make("a").connect(str(path))
+
+
+def test_a_post_after_the_close_touches_no_descriptor(make):
+    a = make("a")
+    number = a._wake_fd
+    a.close()
+    with open(os.eventfd(0, os.EFD_NONBLOCK), "rb", buffering=0) as other:
+        os.dup2(other.fileno(), number)  # somebody got the number that was ours
+        try:
+            a.post("late")
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(other.fileno())
+        finally:
+            os.close(number)
 
 
 def test_a_socket_file_of_a_dead_process_is_replaced(make, tmp_path):
