@@ -23,6 +23,7 @@ from backends.diffusion.forward import COMPUTE_ERRORS, Prediction
 from backends.diffusion.memory import fitting
 from backends.diffusion.model import Model, find_model
 from backends.diffusion.options import read_options
+from backends.diffusion.ranks import check_gpus
 from backends.diffusion.text import Prompt
 from backends.diffusion.weights import Weights
 from backends.diffusion.wish import MAX_SEED, Wish, read_wish
@@ -37,6 +38,8 @@ class DiffusionEngine:
     def __init__(self, context: EngineContext, package_dir: str = "") -> None:
         self.stage = context.stage
         self.options = read_options(context.options, context.stage)
+        on_gpu = context.device == "cuda"
+        check_gpus(self.options.parallel, torch.cuda.device_count() if on_gpu else 0, context.stage)
         torch.set_num_threads(self.options.threads)
         folder = find_model(self.options.model, package_dir, context.models_dir)
         self.model = Model(folder, self.options, context.device, context.models_dir)
@@ -51,7 +54,7 @@ class DiffusionEngine:
 
     def _weights(self) -> Weights:
         overhead = self.options.step_overhead_tokens
-        if overhead or self.options.max_batch_tokens == 1:
+        if overhead or self.options.max_batch_tokens == 1 or self.options.batching == "seq":  # nothing is shared then
             return Weights.of_overhead(overhead or 1)
         with torch.inference_mode():
             return measured_weights(self.model, self.options.limits)

@@ -17,7 +17,7 @@ from backends.diffusion.batching import forward_of
 from backends.diffusion.forward import COMPUTE_ERRORS
 from backends.diffusion.options import DiffusionOptions
 from backends.diffusion.ranks import MAX_WORDS, join
-from backends.diffusion.shares import Answer, Ask, Copy, unpack
+from backends.diffusion.shares import Answer, Ask, Copy, reason, unpack
 from backends.diffusion.upstream import AutoModel, be_quiet
 
 log = logging.getLogger("triton_omni.diffusion")
@@ -73,7 +73,7 @@ class Follower:
             results = torch.cat([one.reshape(-1) for one in found]).to(self._dtype)
         except COMPUTE_ERRORS as error:
             log.warning("a forward failed: %s", error)
-            _say(self._sock, Answer(f"{error}"[:MAX_MESSAGE_CHARS] or type(error).__name__))
+            _say(self._sock, Answer(reason(error)))
             return
         _say(self._sock, Answer("", found[0].shape[-1]))
         if self._options.parallel.context == 1:

@@ -26,8 +26,9 @@ from backends.diffusion.forward import Forward, Prediction
 from backends.diffusion.lora import Loras
 from backends.diffusion.memory import Memory
 from backends.diffusion.options import SIZE_MULTIPLE, DiffusionOptions, Limits
-from backends.diffusion.ranks import Ranks, Spread
+from backends.diffusion.ranks import Ranks
 from backends.diffusion.sketch import Sketch
+from backends.diffusion.spread import Spread
 from backends.diffusion.step_cache import StepCached
 from backends.diffusion.text import Prompt, PromptEncoder
 from backends.diffusion.upstream import DiffusionPipeline, QwenImagePipeline, be_quiet, calculate_shift
@@ -84,7 +85,7 @@ class Model:
         with torch.inference_mode():
             self.sketch = Sketch(self.codec, self.factor, pipe.vae.dtype, self.device)
         own = forward_of(self.pipe.transformer, options)
-        several = options.parallel.ranks > 1  # weights are read one rank after the other: host memory holds them once
+        several = options.parallel.ranks > 1
         self.ranks = Ranks(folder, options, self.device, self.pipe.transformer) if several else None
         self.forward: Forward = own if self.ranks is None else Spread(own, self.ranks, options)
         self.memory = Memory(self.pipe, options, self.device)

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes, each with the transformer on a GPU of its own, compute the forwards of one instance.
+"""Several processes, each with the transformer on a GPU of its own: started, joined, heard and ended.
 
 The engine is rank 0: it alone has requests, schedulers, text encoder and VAE. The others are *followers*
 (follower.py): they hold the transformer and compute what they are asked. Words go over a socket to each, numbers over
-torch.distributed (NCCL between GPUs, Gloo between CPUs, both on this host only).
-
-    cfg      every rank gets some parts of the step, and the results are gathered
-    context  every rank gets all of it, and diffusers splits each picture's tokens inside the transformer (context.py)
+torch.distributed (NCCL between GPUs, Gloo between CPUs, both on this host only). What is asked stands in spread.py.
 
 Ends. A follower answers whether its forward went well before any result is sent, so a request that cannot be computed
 fails everywhere or nowhere, and the ranks stay in step. One that dies is seen by its socket, one that hangs by
@@ -27,10 +24,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +37,8 @@ import torch.distributed as dist
 from backends.core.engine import OptionsError
 from backends.core.errors import StageFailed
 from backends.diffusion import context
-from backends.diffusion.forward import COMPUTE_ERRORS, Forward, Pictures, Prediction
 from backends.diffusion.options import DiffusionOptions, Parallel
-from backends.diffusion.shares import Answer, Ask, Outline, Part, deal, pack, parts_of, together
+from backends.diffusion.shares import Answer, Ask
 
 log = logging.getLogger("triton_omni.diffusion")
 
@@ -66,7 +61,7 @@ def join(rank: int, transformer: Any, options: DiffusionOptions, device: torch.d
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=options.parallel.answer_s),
-        device_id=device if on_gpu else None,
+        device_id=torch.device("cuda", rank) if on_gpu else None,  # the engine's own device has no number
     )
     here = torch.ones(1, device=device)
     dist.all_reduce(here)  # the first collective connects: what is wrong with that is a load error
@@ -75,15 +70,22 @@ def join(rank: int, transformer: Any, options: DiffusionOptions, device: torch.d
         context.share(transformer, options.parallel, device)
 
 
-def _lacks(transformer: Any, parallel: Parallel, device: torch.device) -> str:
-    """What keeps these ranks from being started, in words; empty if nothing does."""
-    if device.type == "cuda" and parallel.ranks > torch.cuda.device_count():
-        return f"{parallel.ranks} ranks need a GPU each; say `gpus_per_instance: {parallel.ranks}` for this stage"
-    return context.lacks(transformer, parallel, device) if parallel.context > 1 else ""
+def check_gpus(parallel: Parallel, gpus: int, stage: str) -> None:
+    """Raise OptionsError unless an instance has a GPU for each rank and no other.
+
+    0: it runs on a CPU, or there is no GPU that works, of which torch says more.
+    """
+    if gpus and parallel.ranks != gpus:
+        raise OptionsError(
+            f"stage '{stage}': parallel makes {parallel.ranks} rank(s), but an instance has {gpus} GPU(s); "
+            f"set gpus_per_instance to the number of ranks"
+        )
 
 
-def _leave() -> None:
-    if dist.is_initialized():
+def _leave(on_gpu: bool) -> None:
+    if dist.is_initialized() and on_gpu:
+        dist.distributed_c10d._abort_process_group()  # NCCL's destroy waits until all ranks call it
+    elif dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -93,7 +95,7 @@ class Ranks:
     def __init__(self, folder: Path, options: DiffusionOptions, device: torch.device, transformer: Any) -> None:
         """`transformer` is that of this rank. Raises OptionsError if another cannot load, or they cannot be joined."""
         self.count = options.parallel.ranks
-        problem = _lacks(transformer, options.parallel, device)
+        problem = context.lacks(transformer, options.parallel, device) if options.parallel.context > 1 else ""
         if problem:
             raise OptionsError(f"parallel: {problem}")
         self._transformer, self._options, self._device = transformer, options, device
@@ -102,13 +104,11 @@ class Ranks:
         self._store = os.memfd_create("ranks")  # where they meet; nothing of it stays behind
         self._closing, self._closed = os.pipe()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
-        self._out_of_step = False
         try:
-            for rank in range(1, self.count):
+            for rank in range(1, self.count):  # one after the other: host memory holds the weights of one
                 self._start(rank, folder)
-            self._watcher.start()
-            for rank in range(1, self.count):
                 self._loaded(rank)
+            self._watcher.start()
             self._join()
         except BaseException:
             self.close()
@@ -139,26 +139,26 @@ class Ranks:
         with self._reaching(rank):
             dist.recv(numbers, rank)
 
-    def lost(self, message: str) -> StageFailed:
-        """The error that ends this instance's worker."""
-        self._out_of_step = True
-        return StageFailed(message)
-
     def close(self) -> None:
         """End all followers; called once."""
         os.close(self._closed)
         if self._watcher.is_alive():
             self._watcher.join()
         os.close(self._closing)
-        if not self._out_of_step:
-            _leave()
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:  # before the others are gone, which NCCL would see as their failure
+            _leave(on_gpu)
         for sock in self._socks:
             sock.close()
         for process in self._processes:
             process.kill()
-            process.wait(LEAVE_S)
-        if self._out_of_step and self._device.type == "cpu":  # NCCL would wait for whom it has lost
-            _leave()
+        for rank, process in enumerate(self._processes, 1):
+            try:
+                process.wait(LEAVE_S)
+            except subprocess.TimeoutExpired:  # a driver still gives its memory back; nobody has to wait for that
+                log.warning("rank %d of %d was killed and is not gone yet", rank, self.count)
+        if not on_gpu:  # Gloo waits for a rank that hangs, not for one that is gone
+            _leave(on_gpu)
         os.close(self._store)
 
     # --- start ---------------------------------------------------------------------------------------------------
@@ -166,17 +166,9 @@ class Ranks:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [
-                *(
-                    sys.executable,
-                    "-m",
-                    "backends.diffusion.follower_main",
-                    "--rank",
-                    str(rank),
-                    "--folder",
-                    str(folder),
-                ),
-                *("--fd", str(theirs.fileno()), "--store", str(self._store), "--device", self._device.type),
-                *("--options", msgspec.json.encode(self._options).decode()),
+                *(sys.executable, "-m", "backends.diffusion.follower_main", "--rank", str(rank)),
+                *("--folder", str(folder), "--fd", str(theirs.fileno()), "--store", str(self._store)),
+                *("--device", self._device.type, "--options", msgspec.json.encode(self._options).decode()),
             ]
             fds = (theirs.fileno(), self._store)
             self._processes.append(subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, cwd="/"))
@@ -197,7 +189,6 @@ class Ranks:
                 self._say(rank, JOIN)
             join(0, self._transformer, self._options, self._device, self._store)
         except (RuntimeError, StageFailed) as error:
-            self._out_of_step = True
             raise OptionsError(f"parallel: the {self.count} ranks do not reach one another: {error}") from error
 
     # --- words ---------------------------------------------------------------------------------------------------
@@ -214,7 +205,7 @@ class Ranks:
         left_s = max(0.0, deadline_s - time.monotonic())
         if not poller.poll(None if left_s == math.inf else left_s * 1000):
             waited_s = self._options.parallel.answer_s
-            raise self.lost(f"rank {rank} of {self.count} has not answered within {waited_s:g} s")
+            raise StageFailed(f"rank {rank} of {self.count} has not answered within {waited_s:g} s")
         try:
             words = sock.recv(MAX_WORDS)
         except ConnectionError:
@@ -234,9 +225,9 @@ class Ranks:
         try:
             code = self._processes[rank - 1].wait(LEAVE_S)
         except subprocess.TimeoutExpired:
-            return self.lost(f"rank {rank} of {self.count} cannot be reached: {why}")
+            return StageFailed(f"rank {rank} of {self.count} cannot be reached: {why}")
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return self.lost(f"rank {rank} of {self.count} died {how}")
+        return StageFailed(f"rank {rank} of {self.count} died {how}")
 
     # --- watch ---------------------------------------------------------------------------------------------------
     def _watch(self) -> None:
@@ -254,76 +245,3 @@ class Ranks:
             log.error("rank %d of %d is gone; this worker ends, too", dead[0], self.count)
             if not closing.poll(GRACE_S * 1000):
                 os._exit(1)
-
-
-class Spread:
-    """A forward whose parts are computed by all ranks (see the top of this file)."""
-
-    def __init__(self, own: Forward, ranks: Ranks, options: DiffusionOptions) -> None:
-        self._own, self._ranks = own, ranks
-        self._dtype: torch.dtype = getattr(torch, options.dtype)
-        self._answer_s = options.parallel.answer_s
-        self._gathers = options.parallel.context == 1
-        self._by_picture = options.batching != "seq"  # the stock arithmetic of a branch is one call for its pictures
-        self._known: list[tuple[int, torch.Size]] = []
-        """The drawings that the followers have the texts of, and their sizes."""
-        self._shares: list[list[Part]] = []
-        """By rank; they keep the drawings."""
-
-    def predict(self, drawings: Sequence[Pictures]) -> list[Prediction]:
-        known = [(id(drawing), drawing.seen().shape) for drawing in drawings]
-        are_new = known != self._known
-        if are_new:
-            self._known, self._shares = known, self._dealt(drawings)
-        deadline_s = time.monotonic() + self._answer_s
-        others = {rank: share for rank, share in enumerate(self._shares) if rank and share}
-        sent = {rank: self._ask(rank, share, are_new) for rank, share in others.items()}
-        found, errors = self._own_part()
-        for rank, share in others.items():
-            answer = self._ranks.answer(rank, deadline_s)
-            errors += [answer.error] if answer.error else []
-            if self._gathers and not answer.error:
-                found += zip(share, self._take(rank, share, answer.channels), strict=True)
-        for rank, (work, _) in sent.items():
-            self._ranks.sent(rank, work)
-        if not self._gathers and errors and (len(errors) <= len(others) or len(set(errors)) > 1):
-            raise self._ranks.lost(f"a forward went well on some ranks only: {errors[0]}")
-        if errors:
-            raise RuntimeError(errors[0])
-        return together(found, drawings)
-
-    def forget(self) -> None:
-        """Drop what is kept of the last drawings."""
-        self._known, self._shares = [], []
-        self._own.forget()
-
-    def _dealt(self, drawings: Sequence[Pictures]) -> list[list[Part]]:
-        parts = parts_of(drawings, self._by_picture)
-        if not self._gathers:
-            return [parts] * self._ranks.count
-        ranks = deal([part.tokens for part in parts], self._ranks.count)
-        return [[p for p, of in zip(parts, ranks, strict=True) if of == rank] for rank in range(self._ranks.count)]
-
-    def _ask(self, rank: int, share: Sequence[Part], are_new: bool) -> tuple[Any, torch.Tensor]:
-        """What is to be waited for, and what must live until then."""
-        numbers = pack(share, are_new, self._dtype)
-        ask = Ask(len(numbers), tuple(Outline.of(part) for part in share) if are_new else None)
-        return self._ranks.ask(rank, ask, numbers), numbers
-
-    def _own_part(self) -> tuple[list[tuple[Part, torch.Tensor]], list[str]]:
-        """Our own share, and what is wrong with it: the others have to be heard before anything is raised."""
-        share = self._shares[0]
-        try:
-            found = self._own.predict(share) if share else []
-        except COMPUTE_ERRORS as error:
-            log.warning("rank 0: a forward failed: %s", error)
-            return [], [str(error) or type(error).__name__]
-        return [(part, one.positive) for part, one in zip(share, found, strict=True)], []
-
-    def _take(self, rank: int, share: Sequence[Part], channels: int) -> list[torch.Tensor]:
-        """A follower's results, (n, image tokens, channels) each."""
-        shapes = [(part.n, prod(part.grids[0]), channels) for part in share]
-        numbers = share[0].seen().new_empty(sum(prod(shape) for shape in shapes), dtype=self._dtype)
-        self._ranks.take(rank, numbers)
-        pieces = numbers.split([prod(shape) for shape in shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]

@@ -14,6 +14,7 @@ from math import prod
 import msgspec
 import torch
 
+from backends.core.errors import MAX_MESSAGE_CHARS
 from backends.diffusion.forward import Pictures, Prediction
 
 
@@ -106,6 +107,11 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     error: str = ""
     channels: int = 0
+
+
+def reason(error: Exception) -> str:
+    """Why a forward failed, in the same words on every rank."""
+    return str(error)[:MAX_MESSAGE_CHARS] or type(error).__name__
 
 
 def pack(parts: Sequence[Part], with_text: bool, dtype: torch.dtype) -> torch.Tensor:

@@ -241,11 +241,21 @@ def test_an_idle_leader_ends_with_its_follower(leader: subprocess.Popen[bytes]) 
     assert leader.wait(GONE_S) == 1
 
 
-def test_what_keeps_a_follower_from_loading_is_the_load_error(folder: Path, tmp_path: Path) -> None:
+def test_what_keeps_a_follower_from_loading_is_the_load_error_and_no_other_is_started(
+    folder: Path, tmp_path: Path
+) -> None:
     from backends.diffusion.options import read_options
     from backends.diffusion.ranks import Ranks
 
-    options = read_options({"model": "x", "parallel": {"cfg": 2}}, "denoiser")
+    class Watched(Ranks):
+        started: list[int] = []
+
+        def _start(self, rank: int, folder: Path) -> None:
+            self.started.append(rank)
+            super()._start(rank, folder)
+
+    options = read_options({"model": "x", "parallel": {"cfg": 3}}, "denoiser")
     transformer = engine_of(folder).model.pipe.transformer
-    with pytest.raises(OptionsError, match=r"parallel: rank 1 of 2 did not load: .*nowhere"):
-        Ranks(tmp_path / "nowhere", options, torch.device("cpu"), transformer)
+    with pytest.raises(OptionsError, match=r"parallel: rank 1 of 3 did not load: .*nowhere"):
+        Watched(tmp_path / "nowhere", options, torch.device("cpu"), transformer)
+    assert Watched.started == [1]  # one after the other: host memory holds the weights of one

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps shared by ranks: who gets what, how it travels, and deploy values that contradict one another."""
+"""Steps shared by ranks: who gets what, how it travels, what breaks off, and deploy values that contradict."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backends.core.engine import OptionsError
+from backends.core.errors import StageFailed
 from backends.diffusion.options import read_options
 
 torch = pytest.importorskip("torch")
 
 from backends.diffusion import shares  # noqa: E402 - torch
+from backends.diffusion.forward import Prediction  # noqa: E402 - torch
+from backends.diffusion.spread import Spread  # noqa: E402 - torch
 
 Grids = tuple[tuple[int, int, int], ...]
 
@@ -109,6 +111,54 @@ def test_numbers_that_are_not_the_parts_are_refused(change: int) -> None:
         shares.unpack(wrong, copies, with_text=True)
 
 
+# --- what breaks off -------------------------------------------------------------------------------------------
+class Own:
+    """A forward of this rank that finds nothing but zeros."""
+
+    def predict(self, drawings: Any) -> list[Prediction]:
+        return [Prediction(d.seen(), None) for d in drawings]
+
+    def forget(self) -> None: ...
+
+
+class Others:
+    """Two followers that have the same answer to everything."""
+
+    count = 3
+
+    def __init__(self, answer: shares.Answer) -> None:
+        self._answer = answer
+        self.asked: list[int] = []
+
+    def ask(self, rank: int, ask: shares.Ask, numbers: Any) -> None:
+        self.asked.append(rank)
+
+    def answer(self, rank: int, deadline_s: float) -> shares.Answer:
+        return self._answer
+
+    def take(self, rank: int, numbers: Any) -> None: ...
+    def sent(self, rank: int, work: Any) -> None: ...
+
+
+def spread(others: Others) -> Spread:
+    return Spread(Own(), others, read_options({"model": "x", "parallel": {"cfg": 3}}, "denoiser"))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_step_that_breaks_off_between_ranks_ends_the_worker_and_not_one_request() -> None:
+    others = Others(shares.Answer("", 1 << 50))  # so many channels that there is no memory to take them
+    with pytest.raises(StageFailed, match="broke off between the ranks"):
+        spread(others).predict(drawings())
+
+
+def test_what_cannot_be_sent_fails_before_anybody_is_asked() -> None:
+    others = Others(shares.Answer("", 4))
+    drawn = drawings()
+    drawn[0].moment = torch.rand(2)  # of its parts no rank but the first can be told the time
+    with pytest.raises(RuntimeError):
+        spread(others).predict(drawn)
+    assert not others.asked
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -137,9 +187,12 @@ def test_ranks_are_one_unless_said() -> None:
     assert read_options({"model": "x", "parallel": {"cfg": 3}}, "denoiser").parallel.ranks == 3
 
 
-def test_ranks_without_a_gpu_each_are_a_load_error(tmp_path: Path) -> None:
-    from backends.diffusion.ranks import Ranks
+@pytest.mark.parametrize(("parallel", "gpus"), [({"cfg": 3}, 2), ({"context": 2}, 1), ({}, 2)])
+def test_another_number_of_gpus_than_of_ranks_is_a_load_error(parallel: dict[str, int], gpus: int) -> None:
+    from backends.diffusion.ranks import check_gpus
 
-    options = read_options({"model": "x", "parallel": {"cfg": 64}}, "denoiser")
-    with pytest.raises(OptionsError, match=r"parallel: 64 ranks need a GPU each; say `gpus_per_instance: 64`"):
-        Ranks(tmp_path, options, torch.device("cuda"), None)
+    options = read_options({"model": "x", "batching": "seq", "parallel": parallel}, "denoiser")
+    with pytest.raises(OptionsError, match=rf"stage 'denoiser': parallel .* rank.*{gpus} GPU.*gpus_per_instance"):
+        check_gpus(options.parallel, gpus, "denoiser")
+    check_gpus(options.parallel, options.parallel.ranks, "denoiser")
+    check_gpus(options.parallel, 0, "denoiser")
