@@ -26,7 +26,9 @@ TRIES = 5  # the best counts: whatever else a machine does only makes a step slo
 
 def measured_weights(model: Model, limits: Limits) -> Weights:
     """Weights from a few timed steps. Call in inference mode."""
-    return Weights.of_measures(list(_measures(model, limits)))
+    found = Weights.of_measures(list(_measures(model, limits)))
+    model.forward.forget()
+    return found
 
 
 def _measures(model: Model, limits: Limits) -> Iterator[Measure]:

@@ -28,8 +28,11 @@ class Cache:
         return self._kept.get(key)
 
     def put(self, key: Hashable, found: torch.Tensor) -> None:
-        """Keep `found` under a new key, and forget what was not used for longest until all fit."""
+        """Keep `found` under a new key, and forget what was not used for longest until all fit; what never would fit
+        is not kept."""
         assert key not in self._kept
+        if found.nbytes > self._most_bytes:
+            return
         self._kept[key] = found
         self.bytes += found.nbytes
         while self.bytes > self._most_bytes:

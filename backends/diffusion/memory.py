@@ -49,7 +49,7 @@ class Memory:
     """The bytes of one model's drawings."""
 
     def __init__(self, pipe: Any, options: DiffusionOptions, device: torch.device) -> None:
-        self.most = options.memory_bytes or int(SPARE * free_bytes(device))
+        self.most = options.memory_bytes or int(SPARE * (free_bytes(device) - _visiting_bytes(pipe, options.offload)))
         self._number = torch.finfo(getattr(torch, options.dtype)).bits // 8
         self._one_by_one, self._tiles = options.batching == "seq", options.vae_tiling
         config, text = pipe.transformer.config, pipe.text_encoder.config
@@ -133,6 +133,17 @@ def free_bytes(device: torch.device) -> int:
         return free
     used = dict(line.split() for line in group.with_name("memory.stat").read_text().splitlines())
     return min(free, int(most) - int(used["anon"]))
+
+
+def _visiting_bytes(pipe: Any, offload: str) -> int:
+    """Weights that are elsewhere now, and come to the device while drawings are there."""
+    networks = (pipe.transformer, pipe.vae, pipe.text_encoder)
+    if offload == "none":
+        return 0
+    if offload == "model":
+        return max(sum(p.nbytes for p in network.parameters()) for network in networks)
+    layers = [layer for network in networks for layer in network.modules()]
+    return max(sum(p.nbytes for p in layer.parameters(recurse=False)) for layer in layers)
 
 
 def _megabytes(count: int) -> str:

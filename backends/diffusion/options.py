@@ -88,7 +88,7 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype             float32 or bfloat16
     threads           torch threads on a CPU, fixed because results depend on it
     step_overhead_tokens  tokens that cost as much as a step costs anyway; runs share a step where that pays
-                      (fairness.py); 0: measured when loading, for pictures of growing size
+                      (fairness.py); 0: measured when loading, for pictures of growing size, but one by one with seq
     max_batch_tokens  tokens one forward may hold, unless a single run needs more; 1: one by one; 0: no bound
     max_prompt_tokens longest prompt, counted after the template
     memory_bytes      what drawings may need at one time, beside the weights; who needs more is refused, who needs more

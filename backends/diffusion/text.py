@@ -72,4 +72,5 @@ def features(encoder: Any, prompt: Prompt, device: torch.device, **pictures: Any
         logits_to_keep=1,  # nobody reads them, and all of them would be large
         **pictures,
     ).hidden_states[-1]
-    return hidden[:, prompt.skip :].to(encoder.dtype).contiguous()
+    seen = hidden[:, prompt.skip :].to(encoder.dtype)
+    return seen.clone(memory_format=torch.contiguous_format)  # a view would keep the template's features, uncounted

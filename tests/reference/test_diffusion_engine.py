@@ -351,6 +351,25 @@ def test_features_are_kept_and_forgotten_in_order(folder) -> None:
         assert engine.model.cache.bytes <= 2 * size
 
 
+def test_what_is_kept_is_what_is_counted_and_what_never_fits_drives_nothing_out(folder) -> None:
+    from backends.diffusion.encoding import Cache
+
+    engine = engine_of(folder)
+    prompts = [engine.model.text.prompt(text) for text in ("a", "a red 7 on a white background")]
+    with torch.inference_mode():
+        small, large = (engine.model.text.features(prompt) for prompt in prompts)
+    assert small.untyped_storage().nbytes() == small.nbytes
+    cache = Cache(small.nbytes)
+    cache.put("small", small)
+    cache.put("large", large)
+    assert cache.get("small") is small and cache.get("large") is None and cache.bytes == small.nbytes
+
+
+def test_the_stock_arithmetic_is_never_measured_for_it_shares_nothing(folder) -> None:
+    engine = engine_of(folder, step_overhead_tokens=0, batching="seq")
+    assert engine.model.encoded == 0 and engine.weights(16) > 1
+
+
 def test_deploy_values_are_checked_when_loading(folder) -> None:
     from backends.core.engine import OptionsError
 
@@ -361,7 +380,9 @@ def test_deploy_values_are_checked_when_loading(folder) -> None:
         engine.open(image_run("a", width=128, height=64))
     with pytest.raises(BadRequest, match="needs a description"):
         engine.open(Run(b"1" * 16, "r", GenerateRequest(operation="image")))
-    weights = engine_of(folder, step_overhead_tokens=0).weights
+    measured = engine_of(folder, step_overhead_tokens=0)
+    assert measured.model.forward._layout is None  # nothing of what was measured is kept
+    weights = measured.weights
     assert 0 <= weights(16) <= weights(64) <= weights(1000) and weights(1000) > 0
     assert weights(1 << 20) == math.inf  # never tried, so never shared
 

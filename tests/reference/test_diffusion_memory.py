@@ -90,6 +90,23 @@ def test_the_memory_that_is_free_is_the_bound_where_deploy_says_none(folder: Pat
     assert 0 < engine_of(folder).model.memory.most < free_bytes(torch.device("cpu")) + (1 << 30)
 
 
+def test_weights_that_are_elsewhere_need_room_when_they_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from backends.diffusion import memory
+    from backends.diffusion.options import DiffusionOptions
+
+    pipe, free = engine_of(folder).model.pipe, 10**9
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    sizes = [sum(p.nbytes for p in n.parameters()) for n in (pipe.transformer, pipe.vae, pipe.text_encoder)]
+
+    def lacking(offload: Any) -> int:
+        options = DiffusionOptions("x", batching="seq", offload=offload)
+        return round(free - memory.Memory(pipe, options, torch.device("cpu")).most / memory.SPARE)
+
+    assert lacking("none") == 0
+    assert abs(lacking("model") - max(sizes)) <= 2
+    assert 0 < lacking("sequential") < max(sizes)
+
+
 # --- waiting -------------------------------------------------------------------------------------------------
 def needs_of(folder: Path, run: Run) -> Any:
     engine = engine_of(folder)
