@@ -24,6 +24,7 @@ def check_server(home: Home) -> str:
     """Start the server with one pipeline and ask it; returns a line for a person. Raises Problem if it fails."""
     log, start = home.logs / "self-check.log", time.monotonic()
     options = ["--no-proxy", "--repository", str(REPO / "model_repository" / "toy")]
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as sink:
         try:
             with served(options, sink.fileno(), _TIMEOUT_S) as facts:
@@ -31,6 +32,8 @@ def check_server(home: Home) -> str:
                 wrong = ask(Api(facts["host"], facts["http_port"]))
         except Problem as problem:
             raise Problem(f"{problem.what}:\n{log_tail(log)}", f"read {log}; make setup after the cure") from None
+        except (ConnectionError, TimeoutError) as error:
+            raise Problem(f"the server does not answer: {error}", f"read {log}; make setup after the cure") from None
     if wrong:
         raise Problem(f"the server answers wrongly: {wrong}", f"read {log}")
     return f"    server ready with a pipeline after {seconds:.1f} s; it answers right"

@@ -15,6 +15,7 @@ from backends.supervisor import child, setup, stamps, steps
 from backends.supervisor.home import Home
 from backends.supervisor.pip import Requirement, explain, pip_arguments, read_requirements
 from backends.supervisor.problem import Problem
+from backends.supervisor.selfcheck import check_server
 from backends.supervisor.stamps import Step, only_one, run_steps
 
 
@@ -225,3 +226,11 @@ def test_another_build_begins_with_an_empty_environment(tmp_path: Path, monkeypa
     steps.make_engine(steps.Context(home, quiet, "cuda,client"))
     assert not home.engine.exists()
     assert [words.partition("[")[2] for words in installed] == ["cpu,client]", "cuda,client]"]
+
+
+def test_a_server_that_does_not_start_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the logs of earlier steps were removed."""
+    monkeypatch.setenv("TRITON_OMNI_HOME", str(tmp_path))
+    monkeypatch.delenv("TRITON_OMNI_ENGINE_PYTHON", raising=False)
+    with pytest.raises(Problem, match="no engine environment"):
+        check_server(Home(tmp_path))
