@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from backends.pipelines.chat.ctranslate2 import read_variables, whisper_state
 
@@ -18,7 +19,6 @@ def build(packages: Path, folder: Path) -> None:
     """Write the checkpoint: fp32 weights, tokenizer, feature extractor, generation settings."""
     import torch
     from transformers import (
-        GenerationConfig,
         PreTrainedTokenizerFast,
         WhisperConfig,
         WhisperFeatureExtractor,
@@ -46,14 +46,20 @@ def build(packages: Path, folder: Path) -> None:
     if set(found.missing_keys) - UNUSED or found.unexpected_keys:
         raise ValueError(f"{source}: weights do not fit: {found}")
     model.tie_weights()
-    known = json.loads(source.with_name("config.json").read_text(encoding="utf-8"))
-    model.generation_config = GenerationConfig(
+    model.generation_config = _generation(json.loads(source.with_name("config.json").read_text("utf-8")), ids)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=config.num_mel_bins).save_pretrained(folder)
+
+
+def _generation(known: dict[str, Any], ids: dict[str, int]) -> Any:
+    """Whisper's settings for decoding; `known` is the package's own file of them."""
+    from transformers import GenerationConfig
+
+    return GenerationConfig(
         decoder_start_token_id=ids["startoftranscript"], bos_token_id=ids["endoftext"],
         eos_token_id=ids["endoftext"], pad_token_id=ids["endoftext"],
         forced_decoder_ids=[[1, ids["notimestamps"]]], suppress_tokens=known["suppress_ids"],
         begin_suppress_tokens=known["suppress_ids_begin"], no_speech_token_id=ids["nocaptions"],
         alignment_heads=known["alignment_heads"],
     )  # fmt: skip
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    WhisperFeatureExtractor(feature_size=config.num_mel_bins).save_pretrained(folder)
