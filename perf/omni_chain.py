@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it would write between the rows of the table
-    several = {} if args.ranks is None else {"tensor_parallel_size": 2}
+    several = {} if args.ranks is None else {"tensor_parallel_size": 2}  # one in a process of its own needs the same
     os.environ.update(worker_environment(several, args.device, Path(sys.prefix)))
     with tempfile.TemporaryDirectory() as folder:
         chain = make_chain(args, args.model or tiny(Path(folder)))

@@ -50,6 +50,7 @@ def meta(decode: Decode) -> dict[str, Any]:
 
 
 def usage(drawing: Drawing) -> dict[str, float]:
+    """What a drawing took, in tokens, pictures and steps."""
     wish = drawing.wish
     return {
         "prompt_tokens": drawing.prompt.tokens,

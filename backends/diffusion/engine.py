@@ -50,14 +50,15 @@ class DiffusionEngine:
         self._decodes: list[Decode] = []
         self.weights = self._weights()
         self.most_tokens = self.options.max_batch_tokens or sys.maxsize
-        log.info("%s: a run adds to a step: %s of its fixed cost", context.stage, self.weights)
 
     def _weights(self) -> Weights:
         overhead = self.options.step_overhead_tokens
         if overhead or self.options.max_batch_tokens == 1 or self.options.batching == "seq":  # nothing is shared then
             return Weights.of_overhead(overhead or 1)
         with torch.inference_mode():
-            return measured_weights(self.model, self.options.limits)
+            found = measured_weights(self.model, self.options.limits)
+        log.info("%s: what a picture adds to a step, in fixed costs of one: %s", self.stage, found)
+        return found
 
     # --- contract ------------------------------------------------------------------------------------------------
     def open(self, run: Run) -> None:

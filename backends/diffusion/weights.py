@@ -63,4 +63,4 @@ class Weights:
         return math.inf
 
     def __str__(self) -> str:
-        return ", ".join(f"{tokens:.0f} tokens {weight:.2f}" for tokens, weight in self.points)
+        return ", ".join(f"{tokens:.0f} tokens {weight:.2f}" for tokens, weight in self.points) or "too much to share"
