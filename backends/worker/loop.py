@@ -76,11 +76,11 @@ class Worker:
         events = self._step() if self.engine.busy else ()
         with self.hub.joined():
             self._deliver(events)
+            now = self._clock()
+            if now >= self._next_tick:
+                self._tick(now)
             self._settle()
-        now = self._clock()
-        self.numbers["turn_s"] += now - began
-        if now >= self._next_tick:
-            self._tick(now)
+        self.numbers["turn_s"] += self._clock() - began
 
     # --- receive -------------------------------------------------------------------------------------------------
     def _receive(self, peer: Peer, item: object) -> None:

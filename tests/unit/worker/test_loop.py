@@ -66,7 +66,7 @@ def feeds(b, run, *pairs, name="frames", edge="frames"):
 
 
 def freed(b, run):
-    """The run is forgotten, and everything the worker holds of others is given back."""
+    """The run is forgotten."""
     return run not in b.worker.records
 
 
@@ -601,6 +601,8 @@ def test_a_silent_edge_names_both_ends(at):
     b.turn(3)
     assert b.stub.of(msg.Failed) == [], "time counts from the last chunk"
     b.clock.now_s += 1.2
+    b.turn()
+    assert b.stub.of(msg.Failed), "told in the same turn: the next one may be a second away"
     [end] = end_of(b, run)
     assert end.error.error().line() == "[deadline_exceeded:frames->wave] no chunk for 6.1 s"
 
