@@ -3,7 +3,7 @@
 
 vLLM has public seams for models and schedulers but none for rows of a step, so three classes are extended here:
 
-    worker     makes its model runner a HookedRunner
+    worker     makes its model runner a HookedRunner; one of several ends with the first error in a step
     runner     taps layers, writes input rows, hands over sampled tokens, all inside one step
     scheduler  does not schedule a run whose next input row has not arrived; sends the gate's notes to the runners along
                with the step, and hands over what they made of it
