@@ -81,10 +81,11 @@ class Drawing:
         self._call = call
         self._created = int(time.time())
         self._pictures: list[tuple[int, np.ndarray]] = []
+        self._encoded: list[tuple[int, tuple[str, dict[str, Any]]]] = []
         self._end = Event("end")
 
     def on(self, piece: Piece) -> None:
-        """Take a piece; previews are for streams only."""
+        """Take a piece of an answer that is sent at once; previews are for streams only."""
         if piece.event.type == "end":
             self._end = piece.event
         elif piece.image is not None and not piece.event.meta.get("partial"):
@@ -103,21 +104,26 @@ class Drawing:
         return {"created": self._created, "data": entries, **facts, "usage": usage_of(self._end)}
 
     def events(self, run: int, piece: Piece) -> Iterable[bytes]:
-        """Previews at once. Finished pictures wait for the end: the usage belongs to the last event."""
-        if piece.image is not None and piece.event.meta.get("partial"):
-            index = int(piece.event.meta.get("partial_image_index", 0))
-            yield self._event("partial_image", piece.image, {"partial_image_index": index})
-            return
-        self.on(piece)
-        if piece.event.type == "end":
-            for _, image in sorted(self._pictures, key=lambda item: item[0]):
-                yield self._event("completed", image, {"usage": usage_of(piece.event)})
+        """Previews at once. Finished pictures wait for the end: the usage belongs to the last event.
 
-    def _event(self, name: str, image: np.ndarray, more: dict[str, Any]) -> bytes:
+        They are encoded as they come, in the thread that a piece with a picture has.
+        """
+        meta = piece.event.meta
+        if piece.image is not None and meta.get("partial"):
+            name, content = self._content("partial_image", piece.image)
+            yield sse.data({**content, "partial_image_index": int(meta.get("partial_image_index", 0))}, name)
+        elif piece.image is not None:
+            self._encoded.append((int(meta.get("index", len(self._encoded))), self._content("completed", piece.image)))
+        elif piece.event.type == "end":
+            for _, (name, content) in sorted(self._encoded, key=lambda item: item[0]):
+                yield sse.data({**content, "usage": usage_of(piece.event)}, name)
+
+    def _content(self, name: str, image: np.ndarray) -> tuple[str, dict[str, Any]]:
+        """(name, content) of an event."""
         call = self._call
         name = f"{_EVENTS[call.call.request.operation]}.{name}"
         content = {"type": name, "b64_json": call.encode(image), "created_at": self._created}
-        return sse.data({**content, **call.facts(image), **more}, name)
+        return name, {**content, **call.facts(image)}
 
     def _entry(self, b64: str) -> dict[str, Any]:
         if self._call.as_url:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import openai
 import pytest
 from PIL import Image
 
+from client.openai.image_request import DrawCall
 from tests.kit.fake_backend import FakeBackend
 
 
@@ -143,6 +145,23 @@ def test_server_fields_become_openai_parameters(sdk: openai.OpenAI, backend: Fak
         with pytest.raises(openai.BadRequestError) as caught:
             draw(sdk)
         assert caught.value.param == param
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_pictures_are_encoded_beside_the_event_loop(
+    sdk: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    encode, threads = DrawCall.encode, list[str]()
+
+    def noted(call: DrawCall, pixels: np.ndarray) -> str:
+        threads.append(threading.current_thread().name)
+        return encode(call, pixels)
+
+    monkeypatch.setattr(DrawCall, "encode", noted)
+    answer = draw(sdk, n=2, stream=is_stream)
+    if is_stream:
+        assert [picture(event.b64_json).format for event in answer] == ["PNG", "PNG"]
+    assert len(threads) == 2 and all(name.startswith("answers") for name in threads)
 
 
 def test_failure_in_mid_stream_raises_in_the_sdk(sdk: openai.OpenAI, backend: FakeBackend) -> None:
