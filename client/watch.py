@@ -95,7 +95,7 @@ def top(client: Client, options: argparse.Namespace, say: Say) -> int:
 def samples(address: str) -> dict[str, float]:
     """The samples on Triton's page, by name and labels; empty if there is no page."""
     try:
-        text = httpx.get(f"http://{address}/metrics", timeout=METRICS_TIMEOUT_S).text
+        text = httpx.get(f"http://{address}/metrics", timeout=METRICS_TIMEOUT_S, trust_env=False).text
     except httpx.HTTPError:
         return {}
     return {f"{m[1]}{{{m[2] or ''}}}": float(m[3]) for m in _SAMPLE.finditer(text)}
