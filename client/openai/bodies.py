@@ -64,8 +64,9 @@ class Receiver:
         """The whole body, counted in the share. Raises ApiError or ClientGone."""
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._limits.body_bytes:
-            # who expects an answer first sends later
-            await self._refuse(self._too_large(), is_coming="expect" not in headers)
+            error = self._too_large()
+            error.closes = "expect" in headers  # who expects an answer first sends later, or the next request instead
+            await self._refuse(error, is_coming=not error.closes)
         begun_s = self._clock()
         body = bytearray()
         more = True

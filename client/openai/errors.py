@@ -45,6 +45,7 @@ class ApiError(Exception):
         self.param = param
         self.kind = kind
         self.retry_after_s = RETRY_AFTER_S if status in _WORTH_A_RETRY else None
+        self.closes = status == 408  # the rest of the body may come at any time
 
     @property
     def body(self) -> dict[str, Any]:
@@ -56,7 +57,7 @@ class ApiError(Exception):
         """What tells a client whether to try again."""
         if self.retry_after_s is not None:
             return {"retry-after": f"{max(1, round(self.retry_after_s))}"}
-        if self.status == 408:  # the rest of the body may come at any time
+        if self.closes:
             return {"connection": "close"}
         return {"x-should-retry": "false"} if self.status >= 409 else {}
 
