@@ -54,12 +54,11 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What tells a client whether to try again."""
+        """What tells a client whether to try again, and that the connection ends."""
+        found = {"connection": "close"} if self.closes else {}
         if self.retry_after_s is not None:
-            return {"retry-after": f"{max(1, round(self.retry_after_s))}"}
-        if self.closes:
-            return {"connection": "close"}
-        return {"x-should-retry": "false"} if self.status >= 409 else {}
+            return found | {"retry-after": f"{max(1, round(self.retry_after_s))}"}
+        return found | ({"x-should-retry": "false"} if self.status >= 409 else {})
 
     def response(self) -> JSONResponse:
         """The whole answer."""
