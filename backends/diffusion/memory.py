@@ -5,9 +5,9 @@ Bytes follow from the sizes of the model and of the request; the factors below w
 at one time (CPU; two random models and the shipped one; pictures of 64 to 1024 pixels), and rounded up.
 tests/reference/test_diffusion_memory.py measures them again.
 
-A drawing *holds* its state (features, latents, what is made of pictures to edit) from its first piece to its last
-picture, and *works* beside all that is held: in a step with others, when it encodes or decodes by itself. So what is
-held and the greatest work of anybody who is in have to fit together.
+A drawing *holds* its state (features, latents, pictures to edit and what is made of them) from its first piece to its
+last picture, and *works* beside all that is held: in a step with others, when it encodes or decodes by itself. So what
+is held and the greatest work of anybody who is in have to fit together.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Memory:
         """Bytes of one drawing."""
         state = STATE_LATENTS * wish.n * wish.picture_tokens + 3 * wish.source_tokens  # moments of sources, and latents
         text = sum(prompt.tokens for prompt in prompts)
-        held = self._number * (state * self._channels + text * self._text_width)
+        held = self._number * (state * self._channels + text * self._text_width) + self._viewed(prompts[0])
         branches = [wish.n * (wish.picture_tokens + wish.source_tokens + prompt.tokens) for prompt in prompts]
         tokens = max(branches) if self._one_by_one else sum(branches)
         step = STEP_BYTES + self._number * STEP_WIDTHS * self._width * tokens
@@ -91,13 +91,16 @@ class Memory:
     def _encode(self, prompt: Prompt) -> int:
         """Bytes while the text encoder looks at a prompt and its pictures."""
         text = self._number * self._text_widths * self._text_width * len(prompt.ids)
-        if not prompt.picture_tokens:
-            return text
+        layers = self._number * (VISION_WIDTHS * self._vision.hidden_size + 4 * self._vision.intermediate_size)
+        return text + self._viewed(prompt) + self._patches(prompt) * layers
+
+    def _viewed(self, prompt: Prompt) -> int:
+        """Bytes of a prompt's pictures as the text encoder takes them, in float32: there until all are encoded."""
         vision = self._vision
-        patches = prompt.picture_tokens * vision.spatial_merge_size**2
-        pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        layers = self._number * (VISION_WIDTHS * vision.hidden_size + 4 * vision.intermediate_size)
-        return text + patches * (pixels * 4 + layers)
+        return 4 * self._patches(prompt) * vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+
+    def _patches(self, prompt: Prompt) -> int:
+        return prompt.picture_tokens * self._vision.spatial_merge_size**2
 
 
 def fitting(waiting: Sequence[Drawing], inside: Iterable[Drawing], most: int) -> tuple[list[Drawing], int]:

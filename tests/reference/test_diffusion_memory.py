@@ -58,6 +58,10 @@ def test_the_estimate_covers_what_is_held_and_is_not_far_above(
         encodes = []
         while model.missing(drawing):
             encodes.append(peak_bytes(lambda: model.encode(drawing)))
+        if kind == "edit":
+            viewed = drawing.pieces[drawing.prompt, drawing.digests].args[1]()  # kept until all is encoded
+            kept = [*viewed.values(), *drawing.made.values()]
+            assert sum(t.untyped_storage().nbytes() for t in kept) <= needs.held
         state = peak_bytes(lambda: model.prepare(drawing))
         step = peak_bytes(lambda: model.predict([drawing]))
         model.forward.forget()
