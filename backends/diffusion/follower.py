@@ -23,9 +23,9 @@ from backends.diffusion.upstream import AutoModel, be_quiet
 log = logging.getLogger("triton_omni.diffusion")
 
 
-def serve(sock: socket.socket, rank: int, folder: Path, kind: str, store_fd: int, options: str) -> int:
-    """Be a rank until the engine is gone; `kind` is "cpu" or "cuda", `options` are DiffusionOptions as JSON."""
-    device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
+def serve(sock: socket.socket, rank: int, folder: Path, device_type: str, store_fd: int, options: str) -> int:
+    """Be a rank until the engine is gone; `device_type` is "cpu" or "cuda", `options` are DiffusionOptions as JSON."""
+    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
     try:
         follower = Follower(sock, folder, msgspec.json.decode(options, type=DiffusionOptions), device)
     except Exception as error:  # whatever stops it from loading becomes the model's load error, in words

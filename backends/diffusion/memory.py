@@ -56,8 +56,7 @@ class Memory:
         self._channels: int = config.in_channels
         self._width: int = config.num_attention_heads * config.attention_head_dim
         self._vae_width: int = pipe.vae.config.base_dim
-        as_stock = self._one_by_one or self._tiles or options.offload == "model"
-        self._vae_widths = VIDEO_WIDTHS if as_stock else PLAIN_WIDTHS
+        self._vae_widths = VIDEO_WIDTHS if options.keeps_vae else PLAIN_WIDTHS
         self._text_width: int = text.text_config.hidden_size
         self._text_widths = TEXT_WIDTHS + text.text_config.num_hidden_layers
         self._vision = text.vision_config

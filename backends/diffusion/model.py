@@ -69,8 +69,7 @@ class Model:
         self.factor: int = pipe.vae_scale_factor
         if self.factor * 2 != SIZE_MULTIPLE:
             raise OptionsError(f"model '{options.model}': a token is {self.factor * 2} pixels, not {SIZE_MULTIPLE}")
-        as_stock = options.batching == "seq" or options.vae_tiling or options.offload == "model"
-        self.codec = stock_codec(pipe.vae, options.vae_tiling) if as_stock else one_frame_codec(pipe.vae)
+        self.codec = stock_codec(pipe.vae, options.vae_tiling) if options.keeps_vae else one_frame_codec(pipe.vae)
         self.editor: Editor | None = None
         if hasattr(pipe, "processor"):
             self.editor = Editor(pipe, self.device, self.codec, options.defaults.source_pixels)

@@ -121,6 +121,11 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: Limits = Limits()
     defaults: Defaults = Defaults()
 
+    @property
+    def keeps_vae(self) -> bool:
+        """True if the VAE is used as it is, not in its one-frame form (vae.py), which knows no tiles and no offload."""
+        return self.batching == "seq" or self.vae_tiling or self.offload == "model"
+
 
 def read_options(options: Mapping[str, Any], stage: str) -> DiffusionOptions:
     """Typed engine options; raises OptionsError naming the stage, the key and the nearest known key."""
