@@ -15,7 +15,7 @@ m m w = n, and no later than one by one as long as m w <= n. So two runs share i
 anyway, a long queue shares more, and runs that keep the device busy by themselves (w much above 1) go one by one.
 
 Not every two runs can share (a forward wears one LoRA): those that can have one *manner*. The neediest run says which
-manner a step has; n still counts all runs, because all of them wait for what a step costs.
+manner a step has; n still counts all runs that there is memory for, because they all wait for what a step costs.
 """
 
 from __future__ import annotations
