@@ -57,7 +57,7 @@ test: setup lint ## set-up, lint, types and all tests but chaos, soak and GPU
 test-soak: setup ## long runs: ten thousand random lives, an hour of soak (its numbers in out/soak.json)
 	@$(PYTEST) -m soak --timeout 3600 $(TESTS)
 
-chaos: setup ## at most 20 minutes: random lives, dying workers, stubs and servers while clients stream; seeded
+chaos: setup ## about 25 minutes: random lives, dying ranks, workers, stubs and servers while clients stream; seeded
 	@$(PYTEST) -m "not soak" -s tests/chaos
 
 test-gpu: ## tests that need a CUDA device; makes the engine environment for it

@@ -102,10 +102,12 @@ def test_a_picture_is_drawn_by_two_ranks(server: RunningServer) -> None:
     assert follower(server) != worker(server)
 
 
+@pytest.mark.chaos
 def test_a_follower_that_dies_under_load_is_one_clear_error_each(server: RunningServer) -> None:
     assert under_load(server, follower) == [DIED] * REQUESTS
     assert "StageFailed: rank 1 of 2 died by SIGKILL" in server.log.read_text()
 
 
+@pytest.mark.chaos
 def test_a_leader_that_dies_takes_its_follower_along(server: RunningServer) -> None:
     assert under_load(server, worker) == [DIED] * REQUESTS
