@@ -130,7 +130,9 @@ def test_e_aborts_are_idempotent_never_stick_and_unknown_ids_are_harmless(toy: R
     neighbour = Plan(body(5, ("audio",), wave={"hold_after": 1}), request_id="twice0")
     with started(toy, neighbour, live(toy, "wave")) as other:
         with started(toy, held, lambda: numbers(toy, "wave")["live"] == 2) as request:
-            assert [aborted("twice"), aborted("twice"), aborted("nobody"), aborted("")] == [1, 0, 0, 0]
+            assert [aborted("twice"), aborted("twice"), aborted("nobody")] == [1, 0, 0]
+            refused = generate(toy, request='{"operation": "abort"}')
+            assert (refused[0], "[bad_request:target]" in refused[1]["error"]) == (400, True), refused
         assert request.life.ends == ["abort"]
         assert not other.lives, "an id that only starts alike was aborted too"
         assert aborted("twice0") == 1

@@ -54,7 +54,10 @@ def test_text_answer_is_right_and_opens_no_speech_stage(sdk: OpenAI, chat_server
 
     before = opened()
     answer = sdk.chat.completions.create(
-        model="chat", messages=[{"role": "user", "content": "What is the capital of France?"}], max_tokens=30
+        model="chat",
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=60,
+        temperature=0,
     )
     assert "Paris" in answer.choices[0].message.content
     assert answer.choices[0].finish_reason == "stop"
