@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import yaml
 from client import Client, GenerateRequest, Message, Sampling
 from tests.kit.calls import health, idle
 from tests.kit.load import Life, Plan, run_many
+from tests.kit.pidfds import is_gone
 from tests.kit.server import RunningServer, running_server, wait_for
 
 pytestmark = [pytest.mark.triton, pytest.mark.chaos, pytest.mark.timeout(1200)]
@@ -65,12 +65,6 @@ def ranks_of(worker: int) -> list[int]:
     return [names[name] for name in sorted(names) if name.startswith("VLLM::Worker_TP")]
 
 
-def is_gone(pidfd: int) -> bool:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(GONE_S * 1000))
-
-
 def says(server: RunningServer) -> str:
     request = GenerateRequest(
         messages=(Message("user", "hello world"),), sampling=Sampling(temperature=0.0, max_tokens=20)
@@ -95,7 +89,7 @@ def test_a_death_ends_every_request_once_and_leaves_no_process(server: RunningSe
     clients.start()
     wait_for(lambda: stage(server)["live"] == 4, 60, "all are in work")
     signal.pidfd_send_signal(everybody[2 if victim == "worker" else int(victim[-1])], signal.SIGKILL)
-    assert all(is_gone(process) for process in everybody)
+    assert all(is_gone(process, GONE_S) for process in everybody)
     clients.join(GONE_S)
     assert [life.ends for life in lives] == [[DIED]] * 4
     wait_for(lambda: is_back(server, restarts + 1), BACK_S, "the stage is back")

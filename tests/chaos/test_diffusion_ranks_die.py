@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from backends.config.repository import write
 from backends.control import probe
 from tests.kit.calls import health, idle
 from tests.kit.load import Life, Plan, run_many, run_one
+from tests.kit.pidfds import is_gone
 from tests.kit.server import RunningServer, running_server, wait_for
 
 pytestmark = [pytest.mark.triton, pytest.mark.models, pytest.mark.timeout(600)]
@@ -69,14 +69,6 @@ def follower(server: RunningServer) -> int:
     return int(child)
 
 
-def has_ended(pidfd: int) -> bool:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    ended = bool(poller.poll(30_000))
-    os.close(pidfd)
-    return ended
-
-
 def under_load(server: RunningServer, victim: Callable[[RunningServer], int]) -> list[str]:
     """SIGKILL a process while all requests are drawn; their ends. Then all is as before."""
     before, lives, restarts = (worker(server), follower(server)), list[Life](), stage(server)["restarts"]
@@ -89,7 +81,9 @@ def under_load(server: RunningServer, victim: Callable[[RunningServer], int]) ->
     os.kill(victim(server), signal.SIGKILL)
     clients.join(BACK_S)
     assert all(len(life.ends) == 1 and life.late == 0 for life in lives), [life.ends for life in lives]
-    assert all(has_ended(pidfd) for pidfd in pidfds), "leader and follower are gone"
+    assert all(is_gone(pidfd, 30.0) for pidfd in pidfds), "leader and follower are gone"
+    for pidfd in pidfds:
+        os.close(pidfd)
     wait_for(lambda: is_back(server, restarts + 1), BACK_S, "both are back")
     assert run_one(server.grpc, Plan(picture(4), "image", timeout_s=BACK_S)).ends == ["stop"]
     assert not {worker(server), follower(server)} & set(before)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import random
+
 from backends.core.generate import GenerateRequest, Message, Sampling
 from backends.core.pipeline import EngineContext
 from backends.pipelines.qwen3_omni.pipeline import PIPELINE
@@ -53,6 +55,27 @@ def request(place, **more):
 def check(job, spoken):
     assert job.tokens() == spoken.token_ids
     assert job.sent("talker", "codes").T.tolist() == spoken.codes
+
+
+def come_and_go(chain, seed, pace):
+    """All chats in some order, joined by strangers that leave before they are done, while stages turn as often as
+    `pace` says (by name); the jobs of the chats, by place."""
+    rng = random.Random(seed)
+    waiting = rng.sample(range(len(CHATS)), len(CHATS))
+    jobs, strangers = {}, []
+    while waiting:
+        if rng.random() < 0.3:
+            place = waiting.pop()
+            jobs[place] = chain.open(request(place))
+        if rng.random() < 0.3:
+            strangers.append(chain.open(request(rng.randrange(len(CHATS)))))
+        if strangers and rng.random() < 0.4:
+            chain.stop(strangers.pop(rng.randrange(len(strangers))))
+        chain.turn(*rng.choices(list(pace), list(pace.values()), k=2))
+    for job in strangers:
+        chain.stop(job)
+    chain.run()
+    return jobs
 
 
 def blocks_of(engine):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,18 @@ def finish(engine: Any, most_steps: int = 2000) -> list[Event]:
             return events
         events += engine.step()
     raise AssertionError(f"still busy after {most_steps} steps")
+
+
+def draw_latents(engine: Any, runs: Sequence[Run]) -> tuple[list[Any], list[Event]]:
+    """Draw all runs; the latents of each after its last step, before they are decoded, and the events in order."""
+    for run in runs:
+        engine.open(run)
+    latents: dict[bytes, Any] = {}
+    events: list[Event] = []
+    while engine.busy:
+        events += engine.step()
+        latents |= {run.id: run.state.latents for run in runs if not run.state.steps_left}
+    return [latents[run.id] for run in runs], events
 
 
 def pictures(events: Iterable[Event], run: Run) -> list[np.ndarray]:

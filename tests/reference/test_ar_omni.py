@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import random
 
 import pytest
 
@@ -13,7 +12,7 @@ from backends.core.generate import GenerateRequest, Message, Sampling
 from backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.chain import Chain
-from tests.kit.omni_chats import CHATS, FRAMES, check, engines, free_blocks, references, request
+from tests.kit.omni_chats import CHATS, FRAMES, check, come_and_go, engines, free_blocks, references, request
 from tests.kit.tiny_omni import Reference, tiny_omni
 
 become_ar_worker()
@@ -54,21 +53,7 @@ def test_together_equals_transformers(chain, reference):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_joining_leaving_and_uneven_stages_change_nothing(chain, reference, seed):
-    rng = random.Random(seed)
-    waiting = rng.sample(range(len(CHATS)), len(CHATS))
-    jobs, strangers = {}, []
-    while waiting:
-        if rng.random() < 0.3:
-            place = waiting.pop()
-            jobs[place] = chain.open(request(place))
-        if rng.random() < 0.15:
-            strangers.append(chain.open(request(rng.randrange(len(CHATS)))))
-        if strangers and rng.random() < 0.3:
-            chain.stop(strangers.pop())
-        chain.turn(*rng.choices(["thinker", "talker"], [1, seed + 1], k=2))
-    for job in strangers:
-        chain.stop(job)
-    chain.run()
+    jobs = come_and_go(chain, seed, {"thinker": 1, "talker": seed + 1})
     for place, job in jobs.items():
         check(job, reference[place])
 

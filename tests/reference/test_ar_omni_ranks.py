@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import shutil
 import signal
 
@@ -18,7 +17,7 @@ from backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.chain import Chain
 from tests.kit.gpu import BUILD
-from tests.kit.omni_chats import CHATS, check, engines, free_blocks, references, request
+from tests.kit.omni_chats import CHATS, check, come_and_go, engines, free_blocks, references, request
 from tests.kit.omni_media import CASES, our_request, see
 from tests.kit.tiny_omni import Reference, tiny_omni
 
@@ -126,21 +125,7 @@ def test_drawn_codes_equal_those_of_one_rank(chain, single):
 @pytest.mark.parametrize("seed", range(2))
 def test_joining_and_leaving_change_nothing_and_free_everything(chain, reference, seed):
     free = free_blocks(chain)
-    rng = random.Random(seed)
-    waiting = rng.sample(range(len(CHATS)), len(CHATS))
-    jobs, strangers = {}, []
-    while waiting:
-        if rng.random() < 0.3:
-            place = waiting.pop()
-            jobs[place] = chain.open(request(place))
-        if rng.random() < 0.3:
-            strangers.append(chain.open(request(rng.randrange(len(CHATS)))))
-        if strangers and rng.random() < 0.4:
-            chain.stop(strangers.pop(rng.randrange(len(strangers))))
-        chain.turn(*rng.choices(["thinker", "talker"], k=2))
-    for job in strangers:
-        chain.stop(job)
-    chain.run()
+    jobs = come_and_go(chain, seed, {"thinker": 1, "talker": 1})
     for place, job in jobs.items():
         check(job, reference[place])
     assert free_blocks(chain) == free

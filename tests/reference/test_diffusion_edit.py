@@ -13,7 +13,7 @@ from backends.core.engine import Finished, Output, Run
 from backends.core.errors import BadRequest
 from tests.kit.stock_edit import bring_to_source_pixels, edited_by, stock_of
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo, save_tiny_edit
-from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures
+from tests.kit.tiny_image import draw_latents, ends, engine_of, finish, image_run, pictures
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(280)
@@ -89,16 +89,10 @@ def test_edits_are_those_of_the_stock_pipeline(
     stock = stock_of(getattr(upstream, kind), folder)
     engine = engine_of(folder, batching=batching, defaults=SMALL)
     runs = make()
-    for run in runs:
-        engine.open(run)
-    latents: dict[bytes, Any] = {}
-    events: list[Any] = []
-    while engine.busy:
-        events += engine.step()
-        latents |= {r.id: r.state.latents for r in runs if not r.state.steps_left}
-    for run in runs:
+    latents, events = draw_latents(engine, runs)
+    for run, ours in zip(runs, latents, strict=True):
         assert [type(e) for e in ends(events, run)] == [Finished]
-        assert float(np.abs(latents[run.id].numpy() - np.stack(edited_by(stock, run, "latent"))).max()) <= tolerance
+        assert float(np.abs(ours.numpy() - np.stack(edited_by(stock, run, "latent"))).max()) <= tolerance
         for ours, theirs in zip(pictures(events, run), edited_by(stock, run, "pil"), strict=True):
             assert ours.shape == theirs.shape
             assert int(np.abs(ours.astype(int) - theirs.astype(int)).max()) <= (1 if tolerance else 0)

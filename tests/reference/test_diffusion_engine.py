@@ -12,7 +12,7 @@ import pytest
 from backends.core.engine import Failed, Finished, Output, Progress, Run
 from backends.core.errors import BadRequest
 from backends.core.generate import GenerateRequest
-from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures, save_tiny_image
+from tests.kit.tiny_image import draw_latents, ends, engine_of, finish, image_run, pictures, save_tiny_image
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(150)
@@ -91,15 +91,10 @@ def test_pictures_are_those_of_the_stock_pipeline(folder, stock: Any, batching: 
 def test_latents_are_those_of_the_stock_pipeline(folder, stock: Any, batching: str, tolerance: float) -> None:
     engine = engine_of(folder, batching=batching)
     runs = mixed()
-    for run in runs:
-        engine.open(run)
-    latents: dict[bytes, Any] = {}
-    while engine.busy:
-        engine.step()
-        latents |= {r.id: r.state.latents for r in runs if not r.state.steps_left}
-    for run in runs:
+    latents, _ = draw_latents(engine, runs)
+    for run, ours in zip(runs, latents, strict=True):
         theirs = np.stack(drawn_by(stock, run, "latent"))
-        assert float(np.abs(latents[run.id].numpy() - theirs).max()) <= tolerance
+        assert float(np.abs(ours.numpy() - theirs).max()) <= tolerance
 
 
 def test_one_frame_decode_is_the_video_decode(folder, stock: Any, engine: Any) -> None:

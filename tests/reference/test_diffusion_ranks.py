@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -19,8 +18,9 @@ import pytest
 
 from backends.core.engine import Failed, OptionsError
 from backends.core.errors import BadRequest, StageFailed
+from tests.kit.pidfds import is_gone
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, photo, save_tiny_edit
-from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures, save_tiny_image
+from tests.kit.tiny_image import draw_latents, ends, engine_of, finish, image_run, pictures, save_tiny_image
 from tests.reference.test_diffusion_invariance import life, make, requests
 
 torch = pytest.importorskip("torch")
@@ -50,14 +50,8 @@ def ranks(folder: Path, parallel: dict[str, Any], **options: Any) -> Iterator[An
     finally:
         engine.close()
         for follower in followers:
-            assert is_gone(follower)
+            assert is_gone(follower, GONE_S)
             os.close(follower)
-
-
-def is_gone(pidfd: int) -> bool:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(GONE_S * 1000))
 
 
 def drawn(engine: Any, runs: list[Any]) -> list[np.ndarray]:
@@ -143,14 +137,7 @@ def test_two_ranks_share_the_tokens_of_a_picture(edit_folder: Path) -> None:
     found: list[list[Any]] = []
     with ranks(edit_folder, {"context": 2}, **options) as engine:
         for one in (engine_of(edit_folder, **options), engine):
-            made = runs()
-            for run in made:
-                one.open(run)
-            latents: dict[bytes, Any] = {}
-            while one.busy:
-                one.step()
-                latents |= {run.id: run.state.latents for run in made if not run.state.steps_left}
-            found.append([latents[run.id] for run in made])
+            found.append(draw_latents(one, runs())[0])
         for alone, shared in zip(*found, strict=True):
             assert float((alone - shared).abs().max()) <= 1e-5
         bad = image_run("two", width=64, height=64, steps=4, seed=1)
@@ -232,7 +219,7 @@ def follower_of(leader: subprocess.Popen[bytes]) -> int:
 def test_no_follower_outlives_its_leader(leader: subprocess.Popen[bytes]) -> None:
     follower = os.pidfd_open(follower_of(leader))
     leader.kill()
-    assert is_gone(follower)
+    assert is_gone(follower, GONE_S)
     os.close(follower)
 
 

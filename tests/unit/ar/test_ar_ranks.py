@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 from backends.ar.environment import worker_environment
 from backends.ar.ranks import check_ranks
 from backends.core.engine import OptionsError
+from tests.kit.pidfds import is_gone
 
 LIMIT_S = 60
 WORKER = """
@@ -56,18 +56,11 @@ def worker(tmp_path):
             os.close(rank)
 
 
-def is_gone(pidfd: int) -> bool:
-    """Whether the process ends within the limit."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(LIMIT_S * 1000))
-
-
 @pytest.mark.timeout(180)
 def test_no_rank_outlives_its_worker(worker):
     process, ranks = worker
     process.kill()
-    assert all(is_gone(rank) for rank in ranks)
+    assert all(is_gone(rank, LIMIT_S) for rank in ranks)
 
 
 @pytest.mark.timeout(180)
@@ -76,7 +69,7 @@ def test_the_worker_ends_with_any_of_its_ranks(worker, victim):
     process, ranks = worker
     signal.pidfd_send_signal(ranks[victim], signal.SIGKILL)
     assert process.wait(LIMIT_S) == 1
-    assert all(is_gone(rank) for rank in ranks)
+    assert all(is_gone(rank, LIMIT_S) for rank in ranks)
     assert f"rank {victim} of 2 died" in process.stderr.read()
 
 
