@@ -13,10 +13,11 @@ export PIP_ARGS
 # cuda,client,dev makes the engine environment for GPUs; empty: as it is (at first for CPUs). See docs/gpus.md
 EXTRAS ?=
 
-OMNI_HOME := $(shell $(PYTHON) -m backends.supervisor.home 2>/dev/null)
+BOOTSTRAP := $(PYTHON) backends/supervisor/bootstrap.py
+OMNI_HOME := $(shell $(BOOTSTRAP) supervisor.home 2>/dev/null)
 ENGINE := $(OMNI_HOME)/engine/bin
 PYTEST := $(ENGINE)/python -m pytest
-SUPERVISOR := $(ENGINE)/python -m backends.supervisor
+SUPERVISOR := $(ENGINE)/python -m triton_omni.backends.supervisor
 SERVE_ARGS ?=
 PERF_ARGS ?=
 TESTS ?= tests
@@ -31,7 +32,7 @@ help: ## show this list
 	@echo "  SERVE_ARGS='--any-port …'  TRITON_OMNI_HOME=$(OMNI_HOME)"
 
 setup: ## make environments, server and weights (about 5 minutes, 6 GB; again: only what changed)
-	@$(PYTHON) -m backends.supervisor.setup $(if $(EXTRAS),--extras $(EXTRAS))
+	@$(BOOTSTRAP) supervisor.setup.__main__ $(if $(EXTRAS),--extras $(EXTRAS))
 
 serve: setup ## run supervisor, server and OpenAI proxy until Ctrl-C
 	@$(SUPERVISOR) serve $(SERVE_ARGS)
@@ -41,6 +42,8 @@ demo: setup ## ask the embedded default for a spoken answer (and a picture); fil
 
 lint: ## style and types
 	@$(ENGINE)/ruff check . && $(ENGINE)/ruff format --check .
+	@rm -rf build/types && mkdir -p build/types && cp -rs $(CURDIR)/client build/types/triton_omni \
+		&& cp -rs $(CURDIR)/backends build/types/triton_omni/
 	@$(ENGINE)/pyright --pythonpath $(ENGINE)/python
 
 unit: ## unit tests
@@ -66,7 +69,7 @@ test-gpu: ## tests that need a CUDA device; makes the engine environment for it
 	@$(PYTEST) -m gpu $(TESTS)
 
 repository: ## write the model repositories from pipelines and deploy.yaml
-	@$(ENGINE)/python -m backends.config.repository
+	@$(ENGINE)/python -m triton_omni.backends.repository
 
 perf: setup ## perf_analyzer on toy and chat beside their engines in one process; tables in out/perf
 	@$(ENGINE)/python -m perf.analyze --out out/perf $(PERF_ARGS)

@@ -28,8 +28,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from backends.core.errors import BadRequest, OmniError, from_line
-from backends.core.generate import (
+from triton_omni.backends.core.errors import BadRequest, OmniError, from_line
+from triton_omni.backends.core.generate import (
     Deadlines,
     GenerateRequest,
     Message,
@@ -38,15 +38,13 @@ from backends.core.generate import (
     decode_request,
     encode_request,
 )
-from backends.core.ids import new_request_id
-from backends.core.logs import stderr_handler
-from backends.core.traces import TRACEPARENT, Traces, traces
+from triton_omni.backends.core.ids import TRACEPARENT, new_request_id
 
 __all__ = [
     "AUDIO", "EVENT", "IMAGE", "OPEN", "REQUEST", "SHORT_FORM", "STREAM", "TEXT_INPUT", "TEXT_OUTPUT", "TRACEPARENT",
     "VIDEO", "WIRE_VERSION", "BadRequest", "Deadlines", "Event", "GenerateRequest", "Message", "OmniError", "Part",
-    "Sampling", "Traces", "decode_event", "decode_request", "encode_event", "encode_request", "from_line",
-    "new_request_id", "short_form", "stderr_handler", "traces", "with_stream",
+    "Sampling", "decode_event", "decode_request", "encode_event", "encode_request", "from_line",
+    "new_request_id", "short_form", "with_stream",
 ]  # fmt: skip
 
 WIRE_VERSION = 1

@@ -15,11 +15,11 @@ from typing import Any, BinaryIO, Self
 import msgspec
 import numpy as np
 
-from backends.wire import Event, GenerateRequest, Message, Part, Sampling
-from client.media import Media
-from client.pieces import Piece
-from client.subtitles import Phrase, srt, vtt
-from client.sync import Client
+from triton_omni.backends.wire import Event, GenerateRequest, Message, Part, Sampling
+from triton_omni.media import Media
+from triton_omni.pieces import Piece
+from triton_omni.subtitles import Phrase, srt, vtt
+from triton_omni.sync import Client
 
 Say = Callable[[str], None]
 TRANSCRIPTS = ("text", "srt", "vtt", "json")

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from backends.wire import OmniError
-from client import ask, watch
-from client.media import MediaError
-from client.sync import Client
+from triton_omni import ask
+from triton_omni import top as watch
+from triton_omni.backends.wire import OmniError
+from triton_omni.media import MediaError
+from triton_omni.sync import Client
 
-SUPERVISOR = "backends.supervisor"
+SUPERVISOR = "triton_omni.backends.supervisor"
 DEFAULT_TRITON = "127.0.0.1:8001"
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 EXITS = "Exit status: 0 done, 1 failed (one line on stderr says why), 2 wrong usage, 130 interrupted."

@@ -13,10 +13,10 @@ import numpy as np
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
-from backends import wire
-from backends.wire import GenerateRequest, OmniError
-from client import failures
-from client.pieces import NO_MEDIA, Piece, inputs_of, is_final, piece_of
+from triton_omni import failures
+from triton_omni.backends import wire
+from triton_omni.backends.wire import GenerateRequest, OmniError
+from triton_omni.pieces import NO_MEDIA, Piece, inputs_of, is_final, piece_of
 
 CONTROL_TIMEOUT_S = 10.0
 """For calls that no stage works on: health, abort, the list of models."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import grpc
 
-from backends import wire
-from backends.wire import BadRequest, OmniError
+from triton_omni.backends import wire
+from triton_omni.backends.wire import BadRequest, OmniError
 
 _TRITON_WORDS = (
     ("no available versions", "unavailable"),  # known, but not loaded: comes or goes

@@ -17,7 +17,7 @@ from functools import cache, partial
 
 import httpx
 
-from client.media import MediaError, from_data_url
+from triton_omni.media import MediaError, from_data_url
 
 MAX_BYTES = 32 * 1024 * 1024
 TIMEOUT_S = 15.0

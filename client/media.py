@@ -23,7 +23,7 @@ import av.error
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from backends.wire import AUDIO, IMAGE, VIDEO, Part
+from triton_omni.backends.wire import AUDIO, IMAGE, VIDEO, Part
 
 SPEECH_HZ = 16_000
 MAX_SPEECH_S = 1800

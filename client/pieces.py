@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from tritonclient.grpc import InferInput, InferResult
 
-from backends import wire
-from backends.wire import Event, GenerateRequest
+from triton_omni.backends import wire
+from triton_omni.backends.wire import Event, GenerateRequest
 
 FINAL = "triton_final_response"
 NO_MEDIA: Mapping[str, np.ndarray] = {}

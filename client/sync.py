@@ -11,10 +11,10 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from backends.wire import GenerateRequest
-from client.connection import AsyncClient, Model
-from client.fetch import is_any, read_url
-from client.pieces import NO_MEDIA, Piece
+from triton_omni.backends.wire import GenerateRequest
+from triton_omni.connection import AsyncClient, Model
+from triton_omni.fetch import is_any, read_url
+from triton_omni.pieces import NO_MEDIA, Piece
 
 T = TypeVar("T")
 

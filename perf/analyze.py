@@ -18,11 +18,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from backends.pipelines import load
-from backends.supervisor.home import find_home
 from perf import inprocess
 from perf.harness import Analysis, Server, analyze, bare_server, repository, request_json, request_only
 from perf.measures import Heard, Piece, Summary, heard, percentile, summarize
+from triton_omni.backends.pipelines import load
+from triton_omni.backends.supervisor.home import find_home
 
 INPROCESS_TIMEOUT_S = 1800.0
 HEAD = (

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from backends.ar.environment import worker_environment
+from triton_omni.backends.ar.environment import worker_environment
 
 BATCHES = (1, 4, 16)
 TIME_LIMIT_S = 900
@@ -69,8 +69,8 @@ def row(name: str, found: dict[str, float]) -> str:
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Load the engine here and time it."""
-    from backends.core.pipeline import EngineContext
-    from backends.pipelines.chat.thinker import thinker_engine
+    from triton_omni.backends.core.pipeline import EngineContext
+    from triton_omni.backends.pipelines.chat.thinker import thinker_engine
 
     started = time.monotonic()
     import vllm.v1.engine.llm_engine  # noqa: F401
@@ -100,8 +100,8 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
 def batch(engine, size: int, tokens: int) -> dict[str, float]:
     """`size` runs from their opening to their end."""
-    from backends.core.engine import Run
-    from backends.core.generate import GenerateRequest, Message, Sampling
+    from triton_omni.backends.core.engine import Run
+    from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
 
     inner, spent = engine.llm.step, [0.0]
 

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 
-from backends.control import Hub, Peer
-from backends.control import messages as msg
-from backends.control.records import read_records
-from backends.core.ids import new_request_id
 from perf.harness import Server, bare_server, repository
-from tests.kit.load import Plan, body, run_one, send
+from tests.kit.load_generator import Plan, body, run_one, send
+from triton_omni.backends.control import Hub, Peer
+from triton_omni.backends.control import messages as msg
+from triton_omni.backends.control.records import read_records
+from triton_omni.backends.core.ids import new_request_id
 
 SOON_S = 30.0
 SLOW = {"tokens": {"delay_s": 0.005}}

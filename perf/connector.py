@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from backends.control.hub import Hub, Lost
-from backends.core.chunk import Chunk, Tensor
 from perf.measures import percentile
+from triton_omni.backends.control.hub import Hub, Lost
+from triton_omni.backends.core.chunk import Chunk, Tensor
 
 SIZES = {4096: 20_000, 65_536: 10_000, 1 << 20: 2_000, 16 << 20: 150}
 PACED = {4096: 500, 65_536: 500, 1 << 20: 200, 16 << 20: 40}

@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.core.engine import Failed, Finished, Run
-from backends.core.generate import GenerateRequest
-from backends.core.ids import new_run_id
-from backends.core.pipeline import EngineContext
-from backends.diffusion.engine import DiffusionEngine
-from backends.pipelines.image.build_small import Sizes, make_pipeline
-from backends.pipelines.image.digits_data import evaluation_set
+from triton_omni.backends.core.engine import Failed, Finished, Run
+from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.ids import new_run_id
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.diffusion.engine import DiffusionEngine
+from triton_omni.backends.tools.digits.data import evaluation_set
+from triton_omni.backends.tools.digits.small_model import Sizes, make_pipeline
 
 STAGE = "denoiser"
 TURN_S = (

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backends.control.records import read_records
-from backends.supervisor import processes, rundir
-from backends.supervisor.home import REPO, find_home
-from backends.supervisor.launch import LOCAL, Launch, free_ports, log_errors
-from backends.supervisor.locate import find_server
+from triton_omni.backends.control.records import read_records
+from triton_omni.backends.supervisor.home import REPO, find_home
+from triton_omni.backends.supervisor.serve import processes
+from triton_omni.backends.supervisor.serve import run_folder as rundir
+from triton_omni.backends.supervisor.serve.launch import LOCAL, Launch, free_ports, log_errors
+from triton_omni.backends.supervisor.serve.locate import find_server
 
 READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0

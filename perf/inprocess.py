@@ -19,16 +19,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backends.config import paths
-from backends.config.load import load_deploy
-from backends.core.chunk import Chunk
-from backends.core.engine import Engine, Event, Failed, Finished, Output, Run, Send
-from backends.core.generate import GenerateRequest, decode_request
-from backends.core.pipeline import EngineContext, Pipeline
-from backends.pipelines import load
-from backends.supervisor.home import REPO
 from perf.harness import request_json
 from perf.measures import Piece
+from triton_omni.backends.config import paths
+from triton_omni.backends.config.load import load_deploy
+from triton_omni.backends.core.chunk import Chunk
+from triton_omni.backends.core.engine import Engine, Event, Failed, Finished, Output, Run, Send
+from triton_omni.backends.core.generate import GenerateRequest, decode_request
+from triton_omni.backends.core.pipeline import EngineContext, Pipeline
+from triton_omni.backends.pipelines import load
+from triton_omni.backends.supervisor.home import REPO
 
 WINDOW_CHUNKS = 8  # as many chunks wait on an edge here as a link lets wait (connectors.base)
 

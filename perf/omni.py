@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.config.load import read_deploy
-from backends.config.repository import write
-from backends.control.hub import probe
-from backends.control.records import read_records
-from backends.supervisor import rundir
 from perf.analyze import checked
 from perf.harness import analyze, bare_server
 from perf.measures import gaps_ms, heard, percentile, summarize
+from triton_omni.backends.config.load import read_deploy
+from triton_omni.backends.control.hub import probe
+from triton_omni.backends.control.records import read_records
+from triton_omni.backends.repository import write
+from triton_omni.backends.supervisor.serve import run_folder as rundir
 
 MODEL = "qwen3_omni"
 TEXT = "Tell me about the sea, the sky and the old town, in a few sentences."

@@ -22,12 +22,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from backends.ar.environment import worker_environment
-from backends.core.engine import Output, Send
-from backends.core.generate import GenerateRequest, Message, Sampling
-from backends.core.pipeline import EngineContext
-from backends.pipelines.qwen3_omni.pipeline import PIPELINE
-from tests.kit.chain import Chain
+from tests.kit.engine_chain import Chain
+from triton_omni.backends.ar.environment import worker_environment
+from triton_omni.backends.core.engine import Output, Send
+from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 
 SAMPLE_RATE_HZ = 24_000
 TEXT = "Tell me about the sea, the sky and the old town, in a few sentences."

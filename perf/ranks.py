@@ -22,12 +22,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from backends.core.engine import Run
-from backends.core.generate import GenerateRequest
-from backends.core.ids import new_run_id
-from backends.core.pipeline import EngineContext
-from backends.diffusion.engine import DiffusionEngine
 from perf.diffusion import STAGE, model_folders
+from triton_omni.backends.core.engine import Run
+from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.ids import new_run_id
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.diffusion.engine import DiffusionEngine
 
 STEPS = 10
 SIDES = {"digits": (64, 128, 256), "mid": (64, 256)}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.kit.server import RunningServer
+    from tests.kit.triton_server import RunningServer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 @pytest.fixture(scope="session")
 def toy_server() -> Iterator[RunningServer]:
     """The toy pipeline on a bare tritonserver, as `tritonserver --model-repository` serves it; one per session."""
-    from tests.kit.server import TOY_REPOSITORY, running_server
+    from tests.kit.triton_server import TOY_REPOSITORY, running_server
 
     with running_server([TOY_REPOSITORY]) as server:
         yield server
@@ -28,7 +28,7 @@ def toy_server() -> Iterator[RunningServer]:
 @pytest.fixture(scope="session")
 def chat_server() -> Iterator[RunningServer]:
     """The embedded default under the supervisor, with the OpenAI proxy; one per session."""
-    from tests.kit.server import CHAT_REPOSITORY, running_server
+    from tests.kit.triton_server import CHAT_REPOSITORY, running_server
 
     with running_server([CHAT_REPOSITORY], supervised=True, proxy=True, timeout_s=600) as server:
         yield server

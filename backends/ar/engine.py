@@ -16,18 +16,18 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from backends.ar.grammars import cancel_compiling, is_compiling, when_compiled
-from backends.ar.load import load_llm
-from backends.ar.options import read_options
-from backends.ar.params import REFUSALS, Defaults, is_refused, refusal_of, vllm_params
-from backends.ar.sampling import check_max_tokens, stage_sampling
-from backends.ar.schemas import check_schema
-from backends.ar.tools import ANY, CallScanner, check_tools, forced_calls
-from backends.ar.upstream import scheduled
-from backends.core.engine import Event, Failed, Finished, Output, Run, Send
-from backends.core.errors import BadRequest, ErrorInfo, OmniError, StageFailed
-from backends.core.generate import Sampling
-from backends.core.pipeline import EngineContext
+from triton_omni.backends.ar.grammars import cancel_compiling, is_compiling, when_compiled
+from triton_omni.backends.ar.load import load_llm
+from triton_omni.backends.ar.options import read_options
+from triton_omni.backends.ar.params import REFUSALS, Defaults, is_refused, refusal_of, vllm_params
+from triton_omni.backends.ar.sampling import check_max_tokens, stage_sampling
+from triton_omni.backends.ar.schemas import check_schema
+from triton_omni.backends.ar.tools import ANY, CallScanner, check_tools, forced_calls
+from triton_omni.backends.ar.upstream import scheduled
+from triton_omni.backends.core.engine import Event, Failed, Finished, Output, Run, Send
+from triton_omni.backends.core.errors import BadRequest, ErrorInfo, OmniError, StageFailed
+from triton_omni.backends.core.generate import Sampling
+from triton_omni.backends.core.pipeline import EngineContext
 
 log = logging.getLogger("triton_omni.ar")
 

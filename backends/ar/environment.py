@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-RUN_DIR = "TRITON_OMNI_RUN_DIR"  # backends.config's name for it, which this room may not import
+RUN_DIR = "TRITON_OMNI_RUN_DIR"  # triton_omni.backends.config's name for it, which this room may not import
 
 
 def worker_environment(options: Mapping[str, Any], device: str, prefix: Path) -> dict[str, str]:

@@ -19,18 +19,18 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 
-from backends.ar.gate import GatedRun, RowGate
-from backends.ar.load import load_llm
-from backends.ar.options import read_options
-from backends.ar.params import REFUSALS, Defaults, refusal_of, vllm_params
-from backends.ar.rows import Begin, RowStore
-from backends.ar.sampling import stage_sampling
-from backends.ar.upstream import attach_rows, hook_arguments, scheduled
-from backends.core.chunk import Tensor
-from backends.core.engine import Event, Failed, Finished, Run, Send
-from backends.core.errors import BadRequest, StageFailed
-from backends.core.generate import Sampling
-from backends.core.pipeline import EngineContext
+from triton_omni.backends.ar.gate import GatedRun, RowGate
+from triton_omni.backends.ar.load import load_llm
+from triton_omni.backends.ar.options import read_options
+from triton_omni.backends.ar.params import REFUSALS, Defaults, refusal_of, vllm_params
+from triton_omni.backends.ar.rows import Begin, RowStore
+from triton_omni.backends.ar.sampling import stage_sampling
+from triton_omni.backends.ar.upstream import attach_rows, hook_arguments, scheduled
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.engine import Event, Failed, Finished, Run, Send
+from triton_omni.backends.core.errors import BadRequest, StageFailed
+from triton_omni.backends.core.generate import Sampling
+from triton_omni.backends.core.pipeline import EngineContext
 
 RESIDUAL_STREAM = 0x5EED_0F_C0DE5
 """Tells the random numbers of residual codes from those of first codes, which vLLM draws with the same seed."""

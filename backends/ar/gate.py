@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backends.ar.rows import Begin, End, Frames, Words
+from triton_omni.backends.ar.rows import Begin, End, Frames, Words
 
 
 @dataclass(eq=False, slots=True)

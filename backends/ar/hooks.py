@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from backends.ar.params import RUN_KEY
+from triton_omni.backends.ar.params import RUN_KEY
 
 TAP_LAYERS = "omni_tap_layers"
 """Name in additional_config: layers whose input rows are handed to `Taps` (0: the embeddings)."""

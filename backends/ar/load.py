@@ -15,11 +15,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from backends.ar.options import ArOptions, checkpoint
-from backends.ar.ranks import check_ranks, reasons_of_ranks, watch_ranks
-from backends.ar.upstream import RANK_WORKER
-from backends.core.engine import OptionsError
-from backends.core.pipeline import EngineContext
+from triton_omni.backends.ar.options import ArOptions, checkpoint
+from triton_omni.backends.ar.ranks import check_ranks, reasons_of_ranks, watch_ranks
+from triton_omni.backends.ar.upstream import RANK_WORKER
+from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.core.pipeline import EngineContext
 
 OURS = frozenset({"model", "threads", "sampling", "vllm", "enforce_eager", "hf_overrides", "limit_mm_per_prompt"})
 """Options that are not handed to vLLM under their own name."""
@@ -30,7 +30,9 @@ def load_llm(options: ArOptions, context: EngineContext, needed: Mapping[str, An
 
     `needed` are EngineArgs that the pipeline cannot do without; they beat the deploy file.
     """
-    assert not envs.VLLM_ENABLE_V1_MULTIPROCESSING, "start the worker with the variables of backends.ar.environment"
+    assert not envs.VLLM_ENABLE_V1_MULTIPROCESSING, (
+        "start the worker with the variables of triton_omni.backends.ar.environment"
+    )
     if current_platform.device_type != context.device:
         raise OptionsError(
             f"stage '{context.stage}' is to run on {context.device}, but the installed vLLM is built for "

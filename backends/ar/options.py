@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from backends.core.engine import OptionsError
-from backends.core.hints import nearest_key
+from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.core.hints import nearest_key
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=1)]

@@ -12,10 +12,10 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from backends.ar.options import ArOptions, SamplingDefaults
-from backends.ar.sampling import refusal, sampling_arguments
-from backends.core.errors import BadRequest
-from backends.core.generate import Sampling
+from triton_omni.backends.ar.options import ArOptions, SamplingDefaults
+from triton_omni.backends.ar.sampling import refusal, sampling_arguments
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import Sampling
 
 RUN_KEY = "omni_run"
 """Name of a run's key in SamplingParams.extra_args: vLLM adds a random suffix to request ids, this survives."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from backends.core.engine import OptionsError
+from triton_omni.backends.core.engine import OptionsError
 
 log = logging.getLogger("triton_omni.ranks")
 

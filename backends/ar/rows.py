@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from backends.ar.hooks import Span
-from backends.ar.ranks import is_only_rank
+from triton_omni.backends.ar.hooks import Span
+from triton_omni.backends.ar.ranks import is_only_rank
 
 log = logging.getLogger("triton_omni.rows")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from backends.ar.options import SamplingDefaults
-from backends.core.errors import BadRequest
-from backends.core.generate import Sampling, stage_options
+from triton_omni.backends.ar.options import SamplingDefaults
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import Sampling, stage_options
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed")
 MAX_STOPS = 16  # every stop string is searched in every step

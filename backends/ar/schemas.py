@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from backends.core.errors import BadRequest
+from triton_omni.backends.core.errors import BadRequest
 
 MAX_CHARS = 65_536
 MAX_PROPERTIES = 500  # of one object; time grows with their third power

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from backends.ar.hooks import Span
+from triton_omni.backends.ar.hooks import Span
 
 Tapped = tuple[str, list[int], np.ndarray]
 """A run's key, positions in its sequence, and their rows (positions, hidden) float32."""

@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from backends.ar.schemas import check_schema
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest
+from triton_omni.backends.ar.schemas import check_schema
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ANY, MUST = "auto", "required"

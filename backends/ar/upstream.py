@@ -26,9 +26,21 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from backends.ar import upstream_v2
-from backends.ar.hooks import MADE, MODEL, NOTES, TAP_LAYERS, Gate, Rows, Span, Taps, is_tapped, put_made, run_key
-from backends.ar.ranks import die_on_error, die_with_worker, tell_reason, unlink_shared_memory
+from triton_omni.backends.ar import upstream_v2
+from triton_omni.backends.ar.hooks import (
+    MADE,
+    MODEL,
+    NOTES,
+    TAP_LAYERS,
+    Gate,
+    Rows,
+    Span,
+    Taps,
+    is_tapped,
+    put_made,
+    run_key,
+)
+from triton_omni.backends.ar.ranks import die_on_error, die_with_worker, tell_reason, unlink_shared_memory
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker

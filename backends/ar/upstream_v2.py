@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from backends.ar.hooks import NOTES, TAP_LAYERS, Rows, Span, Taps, is_tapped, put_made, run_key
+from triton_omni.backends.ar.hooks import NOTES, TAP_LAYERS, Rows, Span, Taps, is_tapped, put_made, run_key
 
 
 class HookedRunner:

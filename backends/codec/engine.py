@@ -15,11 +15,11 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from backends.codec.decoder import Decoder, Window
-from backends.core.chunk import Chunk, Tensor
-from backends.core.engine import Event, Finished, Output, Run
-from backends.core.errors import BadRequest
-from backends.core.generate import stage_options
+from triton_omni.backends.codec.decoder import Decoder, Window
+from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.engine import Event, Finished, Output, Run
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import stage_options
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 

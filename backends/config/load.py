@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backends.config.schema import ConfigError, Deploy, convert
-from backends.core.pipeline import Pipeline
+from triton_omni.backends.config.schema import ConfigError, Deploy, convert
+from triton_omni.backends.core.pipeline import Pipeline
 
 
 def read_deploy(path: Path) -> Deploy:

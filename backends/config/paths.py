@@ -17,9 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import backends
-
-REPO = Path(backends.__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 HOME_VARIABLE = "TRITON_OMNI_HOME"
 ENGINE_PYTHON_VARIABLE = "TRITON_OMNI_ENGINE_PYTHON"
 MODELS_VARIABLE = "TRITON_OMNI_MODELS"

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from backends.core.chunk import Chunk
+from triton_omni.backends.core.chunk import Chunk
 
 WINDOW_CHUNKS = 8  # per run and edge: enough to hide one round trip, small enough that a slow reader is felt at once
 LINK_CHUNKS = 4096  # per link: bounds descriptors in flight however many runs share it

@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 
-from backends.connectors.base import PeerLost
-from backends.connectors.slab import Extents
-from backends.core.chunk import Tensor, TensorSpec
+from triton_omni.backends.connectors.base import PeerLost
+from triton_omni.backends.connectors.slab import Extents
+from triton_omni.backends.core.chunk import Tensor, TensorSpec
 
 DEVICE_SLAB_BYTES = 256 << 20  # a few hundred thinker rows of a 30B model, or one second of code2wav latents
 _TYPESTR = {

@@ -16,7 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from backends.connectors.base import PACKET_BYTES, PeerLost
+from triton_omni.backends.connectors.base import PACKET_BYTES, PeerLost
 
 SEND_BUFFER_BYTES = 4 << 20  # the default 208 KiB makes bursts of small chunks wait for the reader
 JOINED = b"J"  # first byte of a joined packet: frames follow, each behind its length; no single packet starts so

@@ -24,10 +24,10 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from backends.connectors.base import INLINE_BYTES, LINK_CHUNKS, MESSAGE_BYTES, Credits, PeerLost
-from backends.connectors.link import Buffer, Link, close_all
-from backends.connectors.slab import Extents
-from backends.core.chunk import Chunk, Tensor, TensorSpec
+from triton_omni.backends.connectors.base import INLINE_BYTES, LINK_CHUNKS, MESSAGE_BYTES, Credits, PeerLost
+from triton_omni.backends.connectors.link import Buffer, Link, close_all
+from triton_omni.backends.connectors.slab import Extents
+from triton_omni.backends.core.chunk import Chunk, Tensor, TensorSpec
 
 SLAB_BYTES = 64 << 20  # virtual; the kernel backs only pages that were written
 BACKLOG_PACKETS = 64  # packets waiting in user space before `put` says "not now"

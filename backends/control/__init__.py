@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The up and down messages and the sockets they travel on."""
 
-from backends.control.hub import Hub, Lost, Peer, probe
+from triton_omni.backends.control.hub import Hub, Lost, Peer, probe
 
 __all__ = ["Hub", "Lost", "Peer", "probe"]

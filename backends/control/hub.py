@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from backends.connectors.base import PeerLost
-from backends.connectors.link import Link
-from backends.connectors.shm import DeviceStore, ShmConnector
-from backends.control.messages import PROTOCOL_VERSION, AnyMessage, Hello, Ping, decode, encode
-from backends.core.chunk import Chunk
+from triton_omni.backends.connectors.base import PeerLost
+from triton_omni.backends.connectors.link import Link
+from triton_omni.backends.connectors.shm import DeviceStore, ShmConnector
+from triton_omni.backends.control.messages import PROTOCOL_VERSION, AnyMessage, Hello, Ping, decode, encode
+from triton_omni.backends.core.chunk import Chunk
 
 log = logging.getLogger("triton_omni.control")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from backends.core.errors import ErrorInfo
+from triton_omni.backends.core.errors import ErrorInfo
 
 PROTOCOL_VERSION = 1
 INPUTS_EDGE = "@inputs"

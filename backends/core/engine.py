@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from backends.core.chunk import Tensor
-from backends.core.errors import OmniError
-from backends.core.generate import GenerateRequest
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.errors import OmniError
+from triton_omni.backends.core.generate import GenerateRequest
 
 
 class OptionsError(ValueError):

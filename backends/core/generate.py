@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from backends.core.errors import BadRequest
-from backends.core.hints import blamed
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.hints import blamed
 
 MAX_REQUEST_ID_CHARS = 256
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]

@@ -17,3 +17,7 @@ def new_run_id() -> bytes:
 def new_request_id(prefix: str = "req") -> str:
     """A request id for a client that sent none."""
     return f"{prefix}-{uuid.uuid4().hex}"
+
+
+TRACEPARENT = "traceparent"
+"""Request parameter and header of the W3C trace context."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from backends.core.chunk import Chunk, TensorSpec
-from backends.core.engine import Engine
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest
+from triton_omni.backends.core.chunk import Chunk, TensorSpec
+from triton_omni.backends.core.engine import Engine
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest
 
 Adapter = Callable[[Chunk], Any]
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from backends.core.errors import Cancelled as CancelledError
-from backends.core.errors import OmniError, StageFailed
-from backends.core.pipeline import Pipeline
+from triton_omni.backends.core.errors import Cancelled as CancelledError
+from triton_omni.backends.core.errors import OmniError, StageFailed
+from triton_omni.backends.core.pipeline import Pipeline
 
 STOPPED = "stopped"
 """Reason of a run that ended because of a Stop."""

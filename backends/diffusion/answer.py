@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from backends.diffusion.drawing import Drawing
-from backends.diffusion.wish import Wish
+from triton_omni.backends.diffusion.image_params import Wish
+from triton_omni.backends.diffusion.image_run import Drawing
 
 
 @dataclass(slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from backends.core.engine import OptionsError
-from backends.diffusion.forward import Forward, OneByOne, Padded
-from backends.diffusion.options import DiffusionOptions
-from backends.diffusion.packed import Packed, lacks
+from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.diffusion.forward import Forward, OneByOne, Padded
+from triton_omni.backends.diffusion.options import DiffusionOptions
+from triton_omni.backends.diffusion.packed import Packed, lacks
 
 
 def forward_of(transformer: Any, options: DiffusionOptions) -> Forward:

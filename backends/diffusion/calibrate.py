@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from backends.core.engine import Run
-from backends.core.generate import GenerateRequest
-from backends.diffusion.drawing import Drawing, Needs
-from backends.diffusion.model import Model
-from backends.diffusion.options import Limits
-from backends.diffusion.weights import Measure, Weights
-from backends.diffusion.wish import Wish
+from triton_omni.backends.core.engine import Run
+from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.diffusion.image_params import Wish
+from triton_omni.backends.diffusion.image_run import Drawing, Needs
+from triton_omni.backends.diffusion.model import Model
+from triton_omni.backends.diffusion.options import Limits
+from triton_omni.backends.diffusion.step_cost import Measure, Weights
 
 SIDES = (64, 128, 256, 512, 1024, 1536)
 LONG_TEXT = 128  # tokens of a prompt at the last size, so that it holds with longer prompts, too

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Part
-from backends.diffusion.options import MAX_RATIO, Limits
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest, Part
+from triton_omni.backends.diffusion.options import MAX_RATIO, Limits
 
 MAX_PROMPT_CHARS = 32_000
 SOURCE_MULTIPLE = 32

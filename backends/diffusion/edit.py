@@ -13,18 +13,18 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from backends.core.generate import Part
-from backends.diffusion.description import source_size
-from backends.diffusion.drawing import Drawing, Kept
-from backends.diffusion.encoding import Pieces
-from backends.diffusion.options import MAX_PICTURES
-from backends.diffusion.text import Prompt, Template, features
-from backends.diffusion.upstream import (
+from triton_omni.backends.core.generate import Part
+from triton_omni.backends.diffusion.description import source_size
+from triton_omni.backends.diffusion.encoding import Pieces
+from triton_omni.backends.diffusion.image_run import Drawing, Kept
+from triton_omni.backends.diffusion.options import MAX_PICTURES
+from triton_omni.backends.diffusion.text import Prompt, Template, features
+from triton_omni.backends.diffusion.upstream import (
     DiagonalGaussianDistribution,
     QwenImageEditInpaintPipeline,
     QwenImageEditPlusPipeline,
 )
-from backends.diffusion.vae import Codec
+from triton_omni.backends.diffusion.vae import Codec
 
 PAD = "<|image_pad|>"
 VISION = f"<|vision_start|>{PAD}<|vision_end|>"

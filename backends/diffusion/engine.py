@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
-from backends.core.chunk import Tensor
-from backends.core.engine import Event, Failed, Finished, Output, Progress, Run
-from backends.core.errors import BadRequest, Internal, StageFailed
-from backends.core.pipeline import EngineContext
-from backends.diffusion.answer import Decode, due_previews, meta, usage
-from backends.diffusion.calibrate import measured_weights
-from backends.diffusion.drawing import Drawing
-from backends.diffusion.fairness import choose, ranked
-from backends.diffusion.forward import COMPUTE_ERRORS, Prediction
-from backends.diffusion.memory import fitting
-from backends.diffusion.model import Model, find_model
-from backends.diffusion.options import read_options
-from backends.diffusion.ranks import check_gpus
-from backends.diffusion.text import Prompt
-from backends.diffusion.weights import Weights
-from backends.diffusion.wish import MAX_SEED, Wish, read_wish
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.engine import Event, Failed, Finished, Output, Progress, Run
+from triton_omni.backends.core.errors import BadRequest, Internal, StageFailed
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.diffusion.answer import Decode, due_previews, meta, usage
+from triton_omni.backends.diffusion.calibrate import measured_weights
+from triton_omni.backends.diffusion.forward import COMPUTE_ERRORS, Prediction
+from triton_omni.backends.diffusion.image_params import MAX_SEED, Wish, read_wish
+from triton_omni.backends.diffusion.image_run import Drawing
+from triton_omni.backends.diffusion.memory import fitting
+from triton_omni.backends.diffusion.model import Model, find_model
+from triton_omni.backends.diffusion.options import read_options
+from triton_omni.backends.diffusion.parallel.ranks import check_gpus
+from triton_omni.backends.diffusion.scheduling import choose, ranked
+from triton_omni.backends.diffusion.step_cost import Weights
+from triton_omni.backends.diffusion.text import Prompt
 
 log = logging.getLogger("triton_omni.diffusion")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from backends.core.engine import OptionsError
+from triton_omni.backends.core.engine import OptionsError
 
 
 class Loras:

@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 import torch
 
-from backends.core.errors import BadRequest
-from backends.diffusion.drawing import Drawing, Needs
-from backends.diffusion.options import DiffusionOptions
-from backends.diffusion.text import Prompt
-from backends.diffusion.wish import Wish
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.diffusion.image_params import Wish
+from triton_omni.backends.diffusion.image_run import Drawing, Needs
+from triton_omni.backends.diffusion.options import DiffusionOptions
+from triton_omni.backends.diffusion.text import Prompt
 
 STEP_WIDTHS = 16
 """Numbers a token needs in a step, in widths of the transformer. Attention keeps no table of all pairs."""

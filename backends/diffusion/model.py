@@ -15,25 +15,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backends.core.engine import OptionsError
-from backends.core.errors import BadRequest
-from backends.diffusion.batching import forward_of
-from backends.diffusion.context import check_shareable
-from backends.diffusion.drawing import Drawing, Kept
-from backends.diffusion.edit import Editor
-from backends.diffusion.encoding import Cache, Pieces
-from backends.diffusion.forward import Forward, Prediction
-from backends.diffusion.lora import Loras
-from backends.diffusion.memory import Memory
-from backends.diffusion.options import SIZE_MULTIPLE, DiffusionOptions, Limits
-from backends.diffusion.ranks import Ranks
-from backends.diffusion.sketch import Sketch
-from backends.diffusion.spread import Spread
-from backends.diffusion.step_cache import StepCached
-from backends.diffusion.text import Prompt, PromptEncoder
-from backends.diffusion.upstream import DiffusionPipeline, QwenImagePipeline, be_quiet, calculate_shift
-from backends.diffusion.vae import one_frame_codec, stock_codec
-from backends.diffusion.wish import Wish
+from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.diffusion.batching import forward_of
+from triton_omni.backends.diffusion.edit import Editor
+from triton_omni.backends.diffusion.encoding import Cache, Pieces
+from triton_omni.backends.diffusion.forward import Forward, Prediction
+from triton_omni.backends.diffusion.image_params import Wish
+from triton_omni.backends.diffusion.image_run import Drawing, Kept
+from triton_omni.backends.diffusion.lora import Loras
+from triton_omni.backends.diffusion.memory import Memory
+from triton_omni.backends.diffusion.options import SIZE_MULTIPLE, DiffusionOptions, Limits
+from triton_omni.backends.diffusion.parallel.context import check_shareable
+from triton_omni.backends.diffusion.parallel.forward import Spread
+from triton_omni.backends.diffusion.parallel.ranks import Ranks
+from triton_omni.backends.diffusion.preview import Sketch
+from triton_omni.backends.diffusion.step_cache import StepCached
+from triton_omni.backends.diffusion.text import Prompt, PromptEncoder
+from triton_omni.backends.diffusion.upstream import DiffusionPipeline, QwenImagePipeline, be_quiet, calculate_shift
+from triton_omni.backends.diffusion.vae import one_frame_codec, stock_codec
 
 log = logging.getLogger("triton_omni.diffusion")
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from backends.core.engine import OptionsError
-from backends.core.hints import nearest_key
+from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.core.hints import nearest_key
 
 SIZE_MULTIPLE = 16
 """Pixels a token is wide: the VAE's factor 8 times the transformer's 2 x 2 patches. The loader checks the model."""

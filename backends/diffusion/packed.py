@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from backends.diffusion.forward import Pictures, Prediction, Row, regroup, rows_of
-from backends.diffusion.upstream import apply_rotary_emb_qwen
+from triton_omni.backends.diffusion.forward import Pictures, Prediction, Row, regroup, rows_of
+from triton_omni.backends.diffusion.upstream import apply_rotary_emb_qwen
 
 MIN_ROWS_PER_THREAD = 8  # a thread that gets fewer than 4 rows of a product takes another kernel; measured, doubled
 MIN_ROWS = 16

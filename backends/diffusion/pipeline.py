@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from backends.core.chunk import TensorSpec
-from backends.core.engine import Engine
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest
-from backends.core.pipeline import EngineContext, Operation, Output, Pipeline, Stage
-from backends.diffusion.options import SIZE_MULTIPLE, Defaults, Limits
-from backends.diffusion.wish import read_wish
+from triton_omni.backends.core.chunk import TensorSpec
+from triton_omni.backends.core.engine import Engine
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.pipeline import EngineContext, Operation, Output, Pipeline, Stage
+from triton_omni.backends.diffusion.image_params import read_wish
+from triton_omni.backends.diffusion.options import SIZE_MULTIPLE, Defaults, Limits
 
 STAGE = "denoiser"
 
@@ -49,6 +49,6 @@ def check(limits: Limits, request: GenerateRequest) -> None:
 
 
 def _engine(package_dir: str, context: EngineContext) -> Engine:
-    from backends.diffusion.engine import DiffusionEngine  # torch and diffusers: only in the worker
+    from triton_omni.backends.diffusion.engine import DiffusionEngine  # torch and diffusers: only in the worker
 
     return DiffusionEngine(context, package_dir)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from backends.diffusion.drawing import Drawing
-from backends.diffusion.forward import OneByOne, Prediction
-from backends.diffusion.upstream import FBC_LEADER, FirstBlockCacheConfig
+from triton_omni.backends.diffusion.forward import OneByOne, Prediction
+from triton_omni.backends.diffusion.image_run import Drawing
+from triton_omni.backends.diffusion.upstream import FBC_LEADER, FirstBlockCacheConfig
 
 
 class StepCached:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from backends.diffusion.upstream import DiagonalGaussianDistribution, QwenImageCausalConv3d
+from triton_omni.backends.diffusion.upstream import DiagonalGaussianDistribution, QwenImageCausalConv3d
 
 
 class FrameConv(nn.Module):

@@ -7,7 +7,7 @@ import heapq
 import itertools
 from typing import Generic, TypeVar
 
-from backends.core.errors import TooBusy
+from triton_omni.backends.core.errors import TooBusy
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from backends.core.errors import BadRequest
-from backends.core.generate import MAX_REQUEST_ID_CHARS, GenerateRequest, Part
-from backends.core.pipeline import Pipeline
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import MAX_REQUEST_ID_CHARS, GenerateRequest, Part
+from triton_omni.backends.core.pipeline import Pipeline
 
 MEDIA = ("audio", "image", "video")
 

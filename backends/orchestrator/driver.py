@@ -15,23 +15,31 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from backends.config.schema import OrchestratorDeploy
-from backends.control import messages as msg
-from backends.control.hub import Hub, Lost, Peer
-from backends.control.records import State
-from backends.core import logs
-from backends.core import request as life
-from backends.core.chunk import Chunk
-from backends.core.errors import BadRequest, DeadlineExceeded, Internal, OmniError, StageFailed, TooBusy, Unavailable
-from backends.core.generate import encode_request
-from backends.core.pipeline import Pipeline
-from backends.core.traces import traces
-from backends.orchestrator.door import Door
-from backends.orchestrator.live import Arrival, Live, Sent, StageRun
-from backends.orchestrator.metrics import CLIENT, Metrics
-from backends.orchestrator.ports import Front, OpenCall, Opener, Piece
-from backends.orchestrator.traces import write
-from backends.wire import Event
+from triton_omni.backends.config.schema import OrchestratorDeploy
+from triton_omni.backends.control import messages as msg
+from triton_omni.backends.control.hub import Hub, Lost, Peer
+from triton_omni.backends.control.records import State
+from triton_omni.backends.core import request as life
+from triton_omni.backends.core.chunk import Chunk
+from triton_omni.backends.core.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    Internal,
+    OmniError,
+    StageFailed,
+    TooBusy,
+    Unavailable,
+)
+from triton_omni.backends.core.generate import encode_request
+from triton_omni.backends.core.pipeline import Pipeline
+from triton_omni.backends.orchestrator.intake import Door
+from triton_omni.backends.orchestrator.metrics import CLIENT, Metrics
+from triton_omni.backends.orchestrator.ports import Front, OpenCall, Opener, Piece
+from triton_omni.backends.orchestrator.request_state import Arrival, Live, Sent, StageRun
+from triton_omni.backends.orchestrator.traces import write
+from triton_omni.backends.telemetry import logs
+from triton_omni.backends.telemetry.traces import traces
+from triton_omni.backends.wire import Event
 
 log = logging.getLogger("triton_omni.orchestrator")
 

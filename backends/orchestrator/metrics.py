@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from backends.control.messages import RunStats, Transfer
-from backends.core.pipeline import Pipeline
+from triton_omni.backends.control.messages import RunStats, Transfer
+from triton_omni.backends.core.pipeline import Pipeline
 
 CLIENT = "client"
 """The target of the edges on which outputs leave the pipeline."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from backends.core.chunk import Tensor
-from backends.core.errors import OmniError
-from backends.wire import Event
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.errors import OmniError
+from triton_omni.backends.wire import Event
 
 
 @dataclass(frozen=True, slots=True)

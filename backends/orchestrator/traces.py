@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from backends.control.messages import RunStats
-from backends.core.request import Outcome
-from backends.core.traces import Traces, wall_ns
-from backends.orchestrator.live import Live
+from triton_omni.backends.control.messages import RunStats
+from triton_omni.backends.core.request import Outcome
+from triton_omni.backends.orchestrator.request_state import Live
+from triton_omni.backends.telemetry.traces import Traces, wall_ns
 
 
 def write(traces: Traces, live: Live) -> None:

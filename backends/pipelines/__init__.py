@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import re
 
-from backends.core.pipeline import Pipeline
+from triton_omni.backends.core.pipeline import Pipeline
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -16,9 +16,9 @@ def load(name: str) -> Pipeline:
     if not _NAME.fullmatch(name):
         raise LookupError(f"'{name}' is not a pipeline name")
     try:
-        module = importlib.import_module(f"backends.pipelines.{name}.pipeline")
+        module = importlib.import_module(f"triton_omni.backends.pipelines.{name}.pipeline")
     except ModuleNotFoundError as error:
-        if error.name and error.name.startswith(f"backends.pipelines.{name}"):
+        if error.name and error.name.startswith(f"triton_omni.backends.pipelines.{name}"):
             raise LookupError(f"there is no pipeline '{name}'") from None
         raise
     pipeline: Pipeline = module.PIPELINE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m backends.supervisor serve|demo|doctor|health`. Any Python starts it, the engine environment runs it."""
+"""The commands `serve`, `demo`, `doctor` and `health`. Any Python starts it, the engine environment runs it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-from backends.config.paths import ENGINE_PYTHON_VARIABLE
-from backends.supervisor import rundir, setup
-from backends.supervisor.home import find_home
-from backends.supervisor.problem import Problem
+from triton_omni.backends.config.paths import ENGINE_PYTHON_VARIABLE
+from triton_omni.backends.supervisor.errors import Problem
+from triton_omni.backends.supervisor.home import find_home
+from triton_omni.backends.supervisor.serve import run_folder as rundir
+from triton_omni.backends.supervisor.setup import __main__ as setup
 
 _MARK = "triton_omni_engine"
 _HEALTH_AGE_S = 60.0  # a health file older than this was written by a supervisor that is stuck or gone
@@ -21,9 +22,10 @@ _HEALTH_AGE_S = 60.0  # a health file older than this was written by a superviso
 def main() -> int:
     """Run one command; returns the exit code."""
     use_engine_python()
-    from backends.supervisor import demo, doctor, serve
+    from triton_omni.backends.supervisor import demo, doctor
+    from triton_omni.backends.supervisor.serve import command as serve
 
-    parser = argparse.ArgumentParser(prog="backends.supervisor", description=__doc__)
+    parser = argparse.ArgumentParser(prog="triton_omni.backends.supervisor", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     serve.add_arguments(commands.add_parser("serve", help="run the server until Ctrl-C"))
     commands.add_parser("demo", help="start a server, ask it, show what came; files in out/")
@@ -53,7 +55,7 @@ def use_engine_python() -> None:
         raise SystemExit(f"no engine environment at {engine.parent.parent}\n  Way out: make setup")
     if _MARK in sys._xoptions or engine.parent.parent.samefile(sys.prefix):  # the mark: it may be a wrapper script
         return
-    os.execv(engine, [str(engine), "-X", _MARK, "-m", "backends.supervisor", *sys.argv[1:]])
+    os.execv(engine, [str(engine), "-X", _MARK, "-m", "triton_omni.backends.supervisor", *sys.argv[1:]])
 
 
 def health() -> int:

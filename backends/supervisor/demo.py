@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m backends.supervisor demo`: one spoken answer (and a picture) through the OpenAI SDK."""
+"""`python -m triton_omni.backends.supervisor demo`: one spoken answer (and a picture) through the OpenAI SDK."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import wave
 from pathlib import Path
 from typing import Any
 
-from backends.supervisor.problem import Problem, Say
-from backends.supervisor.served import served
+from triton_omni.backends.supervisor.errors import Problem, Say
+from triton_omni.backends.supervisor.serve.served import served
 
 OUT = Path("out")
 QUESTION = "What is the capital of France?"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m backends.supervisor doctor`: is this machine set up, and what do the running servers take."""
+"""`python -m triton_omni.backends.supervisor doctor`: is this machine set up, and what do the running servers take."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.control.records import read_records
-from backends.supervisor import processes, rundir, steps
-from backends.supervisor.home import Home, find_home
-from backends.supervisor.launch import Ports, check_ports
-from backends.supervisor.locate import find_server, libpython_of
-from backends.supervisor.problem import Problem, Say
-from backends.supervisor.rundir import RunDir
-from backends.supervisor.stamps import is_done
+from triton_omni.backends.control.records import read_records
+from triton_omni.backends.supervisor.errors import Problem, Say
+from triton_omni.backends.supervisor.home import Home, find_home
+from triton_omni.backends.supervisor.serve import processes
+from triton_omni.backends.supervisor.serve import run_folder as rundir
+from triton_omni.backends.supervisor.serve.launch import Ports, check_ports
+from triton_omni.backends.supervisor.serve.locate import find_server, libpython_of
+from triton_omni.backends.supervisor.serve.run_folder import RunDir
+from triton_omni.backends.supervisor.setup import steps
+from triton_omni.backends.supervisor.setup.stamps import is_done
 
 _VERSIONS = "from importlib.metadata import version as v; print(', '.join(f'{n} {v(n)}' for n in %r.split()))"
 _MEGABYTE_KB = 1024

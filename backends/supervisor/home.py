@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where set-up puts things and everybody else finds them. `python -m backends.supervisor.home` prints the folder."""
+"""Where set-up puts things and everybody else finds them. `bootstrap.py supervisor.home` prints the folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from backends.config import paths
+from triton_omni.backends.config import paths
 
 REPO = paths.REPO
 

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 
-from backends import wire
-from backends.core.errors import Internal, OmniError, Unavailable, from_line
-from backends.orchestrator.ports import OpenCall
-from backends.triton.tensors import tensor_output
+from triton_omni.backends import wire
+from triton_omni.backends.core.errors import Internal, OmniError, Unavailable, from_line
+from triton_omni.backends.orchestrator.ports import OpenCall
+from triton_omni.backends.triton.tensors import tensor_output
 
 log = logging.getLogger("triton_omni.bls")
 

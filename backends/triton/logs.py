@@ -7,7 +7,7 @@ import logging
 
 import triton_python_backend_utils as pb
 
-from backends.core import logs
+from triton_omni.backends.telemetry import logs
 
 
 class TritonHandler(logging.Handler):

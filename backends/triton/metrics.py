@@ -16,8 +16,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb
 
-from backends.orchestrator.driver import Orchestrator
-from backends.orchestrator.metrics import Family, Histogram, HistogramFamily
+from triton_omni.backends.orchestrator.driver import Orchestrator
+from triton_omni.backends.orchestrator.metrics import Family, Histogram, HistogramFamily
 
 PUBLISH_S = 1.0
 

@@ -14,26 +14,26 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 
-from backends import wire
-from backends.config import paths
-from backends.config.schema import OrchestratorDeploy, from_parameters
-from backends.control.hub import Hub
-from backends.control.records import read_records
-from backends.core.errors import BadRequest, Internal, OmniError
-from backends.core.ids import new_request_id
-from backends.orchestrator.check import MEDIA
-from backends.orchestrator.driver import Orchestrator
-from backends.orchestrator.live import Arrival
-from backends.orchestrator.ports import Piece
-from backends.pipelines import load
-from backends.triton import tensors
-from backends.triton.bls import BlsOpener
-from backends.triton.logs import use_triton_log
-from backends.triton.metrics import OrchestratorMetrics
-from backends.triton.placement import instance_id
-from backends.triton.presence import Presence
-from backends.triton.replies import error_response, read_request, send_last
-from backends.triton.senders import CancelWatch, Senders
+from triton_omni.backends import wire
+from triton_omni.backends.config import paths
+from triton_omni.backends.config.schema import OrchestratorDeploy, from_parameters
+from triton_omni.backends.control.hub import Hub
+from triton_omni.backends.control.records import read_records
+from triton_omni.backends.core.errors import BadRequest, Internal, OmniError
+from triton_omni.backends.core.ids import new_request_id
+from triton_omni.backends.orchestrator.check import MEDIA
+from triton_omni.backends.orchestrator.driver import Orchestrator
+from triton_omni.backends.orchestrator.ports import Piece
+from triton_omni.backends.orchestrator.request_state import Arrival
+from triton_omni.backends.pipelines import load
+from triton_omni.backends.stub.heartbeat import Presence
+from triton_omni.backends.stub.placement import instance_id
+from triton_omni.backends.triton import tensors
+from triton_omni.backends.triton.bls import BlsOpener
+from triton_omni.backends.triton.logs import use_triton_log
+from triton_omni.backends.triton.metrics import OrchestratorMetrics
+from triton_omni.backends.triton.responses import error_response, read_request, send_last
+from triton_omni.backends.triton.senders import CancelWatch, Senders
 
 log = logging.getLogger("triton_omni.triton")
 

@@ -16,25 +16,26 @@ from typing import Any
 
 import triton_python_backend_utils as pb
 
-from backends import wire
-from backends.config import paths
-from backends.config.schema import StageDeploy, from_parameters
-from backends.control import messages as msg
-from backends.control.hub import Hub
-from backends.core.chunk import Chunk
-from backends.core.errors import BadRequest, Internal, OmniError
-from backends.core.ids import new_request_id, new_run_id
-from backends.core.pipeline import EngineContext
-from backends.pipelines import load
-from backends.triton import placement, tensors
-from backends.triton.logs import use_triton_log
-from backends.triton.metrics import StageMetrics
-from backends.triton.opens import read_open
-from backends.triton.presence import Presence
-from backends.triton.replies import FINAL, error_response, read_request, send_last
-from backends.triton.senders import CancelWatch, Senders
-from backends.triton.stage_loop import Call, StageLoop
-from backends.worker.keeper import Command, Keeper
+from triton_omni.backends import wire
+from triton_omni.backends.config import paths
+from triton_omni.backends.config.schema import StageDeploy, from_parameters
+from triton_omni.backends.control import messages as msg
+from triton_omni.backends.control.hub import Hub
+from triton_omni.backends.core.chunk import Chunk
+from triton_omni.backends.core.errors import BadRequest, Internal, OmniError
+from triton_omni.backends.core.ids import new_request_id, new_run_id
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines import load
+from triton_omni.backends.stub import placement
+from triton_omni.backends.stub.heartbeat import Presence
+from triton_omni.backends.stub.open_request import read_open
+from triton_omni.backends.stub.stage_loop import Call, StageLoop
+from triton_omni.backends.stub.worker_process import Command, Keeper
+from triton_omni.backends.triton import tensors
+from triton_omni.backends.triton.logs import use_triton_log
+from triton_omni.backends.triton.metrics import StageMetrics
+from triton_omni.backends.triton.responses import FINAL, error_response, read_request, send_last
+from triton_omni.backends.triton.senders import CancelWatch, Senders
 
 log = logging.getLogger("triton_omni.triton")
 

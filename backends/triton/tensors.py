@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 
-from backends.core.chunk import Tensor
-from backends.core.errors import BadRequest
-from backends.core.traces import TRACEPARENT
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.ids import TRACEPARENT
 
 
 def self_check() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m backends.worker`: one engine worker. Started by its stage's stub, never by hand.
+"""`python -m triton_omni.backends.worker`: one engine worker. Started by its stage's stub, never by hand.
 
 It tells the stub "ready" (or "failed" and why) with its first Ping, serves until the stub is gone, and exits.
 """
@@ -17,19 +17,19 @@ import sys
 import threading
 from pathlib import Path
 
-from backends.control.hub import Hub, Peer
-from backends.control.messages import Ping
-from backends.core import logs
-from backends.core.pipeline import EngineContext
-from backends.pipelines import load
-from backends.worker.loop import Worker
+from triton_omni.backends.control.hub import Hub, Peer
+from triton_omni.backends.control.messages import Ping
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines import load
+from triton_omni.backends.telemetry import logs
+from triton_omni.backends.worker.loop import Worker
 
 log = logging.getLogger("triton_omni.worker")
 
 
 def main() -> int:
     """Load the engine, say so, serve."""
-    parser = argparse.ArgumentParser(prog="backends.worker")
+    parser = argparse.ArgumentParser(prog="triton_omni.backends.worker")
     parser.add_argument("--fd", type=int, required=True, help="our end of the stub's socket pair")
     parser.add_argument("--address", type=Path, required=True, help="unix socket to listen on")
     parser.add_argument("--pipeline", required=True)
@@ -69,7 +69,7 @@ def _hub(name: str, address: Path, device: str) -> Hub:
     """The worker's links; with a device slab on each where the worker has a GPU."""
     if device != "cuda":
         return Hub(name, address)
-    from backends.connectors.cuda_ipc import device_slab, gpu_uuid
+    from triton_omni.backends.connectors.cuda_ipc import device_slab, gpu_uuid
 
     return Hub(name, address, device_slab, gpu_uuid())
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from backends.connectors.base import PeerLost
-from backends.control.hub import Hub, Lost, Peer
-from backends.control.messages import (
+from triton_omni.backends.connectors.base import PeerLost
+from triton_omni.backends.control.hub import Hub, Lost, Peer
+from triton_omni.backends.control.messages import (
     INPUTS_EDGE,
     OUTPUT_PREFIX,
     Accepted,
@@ -23,13 +23,13 @@ from backends.control.messages import (
     Release,
     Stop,
 )
-from backends.core import engine as eng
-from backends.core.chunk import Chunk, Tensor
-from backends.core.errors import DeadlineExceeded, ErrorInfo, OmniError, StageFailed, Unavailable
-from backends.core.generate import decode_request
-from backends.core.logs import about
-from backends.core.pipeline import Pipeline
-from backends.worker.record import Record, Sink, Source, Waiting
+from triton_omni.backends.core import engine as eng
+from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.errors import DeadlineExceeded, ErrorInfo, OmniError, StageFailed, Unavailable
+from triton_omni.backends.core.generate import decode_request
+from triton_omni.backends.core.pipeline import Pipeline
+from triton_omni.backends.telemetry.logs import about
+from triton_omni.backends.worker.record import Record, Sink, Source, Waiting
 
 log = logging.getLogger("triton_omni.worker")
 

@@ -7,10 +7,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from backends.control.hub import Peer
-from backends.control.messages import Failed, Finished, RunStats, Transfer
-from backends.core.chunk import Chunk, Tensor
-from backends.core.engine import Run
+from triton_omni.backends.control.hub import Peer
+from triton_omni.backends.control.messages import Failed, Finished, RunStats, Transfer
+from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.engine import Run
 
 
 @dataclass(eq=False, slots=True)

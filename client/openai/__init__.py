@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI proxy: HTTP in front, the server over gRPC behind. `python -m client.openai` runs it."""
+"""The OpenAI proxy: HTTP in front, the server over gRPC behind. `python -m triton_omni.openai` runs it."""

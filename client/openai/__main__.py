@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m client.openai`: the OpenAI proxy in front of a Triton server."""
+"""`python -m triton_omni.openai`: the OpenAI proxy in front of a Triton server."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import os
 
 import uvicorn
 
-from backends import wire
-from client.connection import AsyncClient
-from client.openai.app import Settings, make_app
-from client.openai.bodies import Limits
-from client.openai.budget import HELD_BYTES
-from client.openai.protocol import Protocol
+from triton_omni.backends.telemetry.logs import stderr_handler
+from triton_omni.connection import AsyncClient
+from triton_omni.openai.http.app import Settings, make_app
+from triton_omni.openai.http.bodies import Limits
+from triton_omni.openai.http.budget import HELD_BYTES
+from triton_omni.openai.http.protocol import Protocol
 
 API_KEY_VARIABLE = "TRITON_OMNI_API_KEY"
 GRACE_S = 5
@@ -24,7 +24,7 @@ MAX_HEAD_BYTES = 64 * 1024
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m client.openai", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m triton_omni.openai", description=__doc__)
     add = parser.add_argument
     add("--triton", default="127.0.0.1:8001", metavar="HOST:PORT", help="Triton's gRPC service (%(default)s)")
     add("--metrics", default="", metavar="HOST:PORT", help="Triton's metrics service, shown on /metrics")
@@ -65,7 +65,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the proxy."""
-    handler = wire.stderr_handler("%(asctime)s %(levelname)s %(name)s %(message)s")
+    handler = stderr_handler("%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per look at Triton's metrics is too many
     asyncio.run(serve(arguments().parse_args()))

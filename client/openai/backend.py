@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from backends.wire import GenerateRequest
-from client.connection import Model
-from client.pieces import NO_MEDIA, Piece
+from triton_omni.backends.wire import GenerateRequest
+from triton_omni.connection import Model
+from triton_omni.pieces import NO_MEDIA, Piece
 
 
 class Backend(Protocol):

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import pytest
 import tritonclient.grpc as grpcclient
 
-from backends.control import probe
-from backends.supervisor.processes import wait_until
-from tests.kit.calls import generate, holdings, idle, metrics
-from tests.kit.load import Life, Plan, abort, body, run_many, run_one, send
-from tests.kit.server import RunningServer, wait_for
+from tests.kit.load_generator import Life, Plan, abort, body, run_many, run_one, send
+from tests.kit.server_calls import generate, holdings, idle, metrics
+from tests.kit.triton_server import RunningServer, wait_for
+from triton_omni.backends.control import probe
+from triton_omni.backends.supervisor.serve.processes import wait_until
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(120)]
 CANCELLED = 'omni_requests_total{outcome="cancelled",pipeline="toy"}'

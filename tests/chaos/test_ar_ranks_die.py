@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from client import Client, GenerateRequest, Message, Sampling
-from tests.kit.calls import health, idle
-from tests.kit.load import Life, Plan, run_many
-from tests.kit.pidfds import is_gone
-from tests.kit.server import RunningServer, running_server, wait_for
+from tests.kit.load_generator import Life, Plan, run_many
+from tests.kit.process_pidfds import is_gone
+from tests.kit.server_calls import health, idle
+from tests.kit.triton_server import RunningServer, running_server, wait_for
+from triton_omni import Client, GenerateRequest, Message, Sampling
 
 pytestmark = [pytest.mark.triton, pytest.mark.chaos, pytest.mark.timeout(1200)]
 PIPELINE = "qwen3_omni_text"
@@ -38,7 +38,7 @@ def server(tmp_path_factory) -> Iterator[RunningServer]:
     stages = {"thinker": {"device": "cpu", "start_timeout_s": BACK_S, "engine": engine}}
     file = folder / "deploy.yaml"
     file.write_text(yaml.safe_dump({"pipeline": PIPELINE, "stages": stages}), encoding="utf-8")
-    command = [sys.executable, "-m", "backends.config.repository", "--pipeline", PIPELINE]
+    command = [sys.executable, "-m", "triton_omni.backends.repository", "--pipeline", PIPELINE]
     subprocess.run([*command, "--deploy", str(file), "--out", str(folder)], check=True, timeout=60)
     with running_server([folder / PIPELINE], supervised=True, timeout_s=BACK_S) as running:
         yield running

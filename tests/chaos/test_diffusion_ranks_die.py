@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from backends.config.repository import write
-from backends.control import probe
-from tests.kit.calls import health, idle
-from tests.kit.load import Life, Plan, run_many, run_one
-from tests.kit.pidfds import is_gone
-from tests.kit.server import RunningServer, running_server, wait_for
+from tests.kit.load_generator import Life, Plan, run_many, run_one
+from tests.kit.process_pidfds import is_gone
+from tests.kit.server_calls import health, idle
+from tests.kit.triton_server import RunningServer, running_server, wait_for
+from triton_omni.backends.control import probe
+from triton_omni.backends.repository import write
 
 pytestmark = [pytest.mark.triton, pytest.mark.models, pytest.mark.timeout(600)]
 

@@ -18,13 +18,13 @@ from urllib.error import URLError
 
 import pytest
 
-from backends.connectors.base import PeerLost
-from backends.supervisor.processes import wait_until
-from tests.kit.calls import health, holdings, idle, memory_kb, metrics
-from tests.kit.lives import Tally, live, random_plan, report
-from tests.kit.load import Plan, body, run_many
-from tests.kit.reconcile import disagreements
-from tests.kit.server import RunningServer, running_server, toy_repository, wait_for
+from tests.kit.fuzzed_requests import Tally, live, random_plan, report
+from tests.kit.load_generator import Plan, body, run_many
+from tests.kit.metrics_reconcile import disagreements
+from tests.kit.server_calls import health, holdings, idle, memory_kb, metrics
+from tests.kit.triton_server import RunningServer, running_server, toy_repository, wait_for
+from triton_omni.backends.connectors.base import PeerLost
+from triton_omni.backends.supervisor.serve.processes import wait_until
 
 pytestmark = [pytest.mark.triton]
 STREAMS = 48  # more than fit: some wait for admission, some are refused

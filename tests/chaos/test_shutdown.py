@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from backends.control import probe
-from tests.kit.load import Life, Plan, body, run_many
-from tests.kit.server import TOY_REPOSITORY, running_server, wait_for
+from tests.kit.load_generator import Life, Plan, body, run_many
+from tests.kit.triton_server import TOY_REPOSITORY, running_server, wait_for
+from triton_omni.backends.control import probe
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.supervisor.home import REPO
-from tests.kit.calls import holdings, idle, memory_kb
-from tests.kit.lives import Tally, random_plan, report
-from tests.kit.load import Plan, body, run_many, run_one
-from tests.kit.server import TOY_REPOSITORY, RunningServer, running_server, wait_for
+from tests.kit.fuzzed_requests import Tally, random_plan, report
+from tests.kit.load_generator import Plan, body, run_many, run_one
+from tests.kit.server_calls import holdings, idle, memory_kb
+from tests.kit.triton_server import TOY_REPOSITORY, RunningServer, running_server, wait_for
+from triton_omni.backends.supervisor.home import REPO
 
 SECONDS = float(os.environ.get("TRITON_OMNI_SOAK_S", "3600"))
 RATE_HZ = float(os.environ.get("TRITON_OMNI_SOAK_HZ", "3"))

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.supervisor import processes, rundir
 from tests.kit.recorded_model import write_recorded_models
-from tests.kit.server import RunningServer, running_server, wait_for
+from tests.kit.triton_server import RunningServer, running_server, wait_for
+from triton_omni.backends.supervisor.serve import processes
+from triton_omni.backends.supervisor.serve import run_folder as rundir
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(240)]
 BACK_S = 60.0

@@ -11,10 +11,10 @@ from urllib.error import URLError
 
 import pytest
 
-from backends.control import probe
-from tests.kit.calls import health, idle
-from tests.kit.load import Life, Plan, body, run_many, run_one
-from tests.kit.server import TOY_REPOSITORY, RunningServer, running_server, wait_for
+from tests.kit.load_generator import Life, Plan, body, run_many, run_one
+from tests.kit.server_calls import health, idle
+from tests.kit.triton_server import TOY_REPOSITORY, RunningServer, running_server, wait_for
+from triton_omni.backends.control import probe
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
 BACK_S = 60.0

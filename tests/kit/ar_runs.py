@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 import threading
 
-from backends.core.engine import Failed, Finished, Output, Run
-from backends.core.generate import GenerateRequest, Message, Sampling
-from backends.core.pipeline import EngineContext
-from backends.pipelines.chat.thinker import thinker_engine
+from triton_omni.backends.core.engine import Failed, Finished, Output, Run
+from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.chat.thinker import thinker_engine
 
 PROMPTS = [
     "hello world",
@@ -54,7 +54,10 @@ def drain(engine, into=None):
 
 def await_grammars(engine):
     """Return when every live run's grammar is compiled."""
-    from backends.ar.grammars import is_compiling, when_compiled  # vLLM: only in a process that has its variables
+    from triton_omni.backends.ar.grammars import (  # vLLM: only in a process that has its variables
+        is_compiling,
+        when_compiled,
+    )
 
     for live in engine.live.values():
         if is_compiling(live.scheduled):

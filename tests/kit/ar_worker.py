@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from backends.ar.environment import worker_environment
-from tests.kit.gpu import BUILD
+from tests.kit.gpu_devices import BUILD
+from triton_omni.backends.ar.environment import worker_environment
 
 
 def become_ar_worker(**options: int) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.connectors.base import LINK_CHUNKS, MESSAGE_BYTES, WINDOW_CHUNKS, Connector, PeerLost
-from backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.connectors.base import LINK_CHUNKS, MESSAGE_BYTES, WINDOW_CHUNKS, Connector, PeerLost
+from triton_omni.backends.core.chunk import Chunk, Tensor
 
 PATIENCE_S = 20.0
 INLINE_EDGES = (0, 1, 8191, 8192, 8193)

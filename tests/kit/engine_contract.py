@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an engine in code (backends.core.engine.Engine): what the worker's loop relies on.
+"""The contract of an engine in code (triton_omni.backends.core.engine.Engine): what the worker's loop relies on.
 
 @pytest.mark.parametrize("check", CHECKS, ids=check_name)
 def test_contract(check):
@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from backends.core.engine import Engine, Event, Failed, Finished, Output, Run, Send
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest
+from triton_omni.backends.core.engine import Engine, Event, Failed, Finished, Output, Run, Send
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest
 
 PATIENCE_S = 120.0
 

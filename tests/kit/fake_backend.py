@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from backends import wire
-from backends.wire import Event, GenerateRequest
-from client.connection import Model
-from client.pieces import NO_MEDIA, Piece
+from triton_omni.backends import wire
+from triton_omni.backends.wire import Event, GenerateRequest
+from triton_omni.connection import Model
+from triton_omni.pieces import NO_MEDIA, Piece
 
 RATE_HZ = 24_000
 SAMPLES = 500  # per word: not a multiple of 3, so that framing of base64 shows

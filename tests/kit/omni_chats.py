@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import random
 
-from backends.core.generate import GenerateRequest, Message, Sampling
-from backends.core.pipeline import EngineContext
-from backends.pipelines.qwen3_omni.pipeline import PIPELINE
+from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 
 SYSTEM = "You are Qwen, a helpful assistant."
 FRAMES = 30

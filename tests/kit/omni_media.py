@@ -9,9 +9,9 @@ import wave
 
 import numpy as np
 
-from backends.core.chunk import Tensor
-from backends.core.generate import GenerateRequest, Message, Part, Sampling
 from tests.kit.omni_chats import FRAMES
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part, Sampling
 
 TOKENS = 16
 AUDIO_HZ = 16_000

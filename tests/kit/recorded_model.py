@@ -13,10 +13,10 @@ from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
 
-from backends.control import Hub
-from backends.control.messages import Ping
-from backends.control.records import InstanceRecord, touch_record, write_record
-from backends.supervisor.processes import start_time
+from triton_omni.backends.control import Hub
+from triton_omni.backends.control.messages import Ping
+from triton_omni.backends.control.records import InstanceRecord, touch_record, write_record
+from triton_omni.backends.supervisor.serve.processes import start_time
 
 
 class TritonPythonModel:

@@ -14,16 +14,16 @@ import sys
 
 import numpy as np
 
-from backends.connectors.base import PeerLost
-from backends.connectors.link import Link
-from backends.connectors.shm import ShmConnector
-from backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.connectors.base import PeerLost
+from triton_omni.backends.connectors.link import Link
+from triton_omni.backends.connectors.shm import ShmConnector
+from triton_omni.backends.core.chunk import Chunk, Tensor
 
 
 def main(fd: int, mode: str) -> None:
     store = None
     if mode == "cuda":
-        from backends.connectors.cuda_ipc import DeviceSlab
+        from triton_omni.backends.connectors.cuda_ipc import DeviceSlab
 
         store, mode = DeviceSlab(), "echo"
     end = ShmConnector(Link(socket.socket(fileno=fd)), store)

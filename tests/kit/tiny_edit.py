@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from backends.core.chunk import Tensor
-from backends.core.engine import Run
-from backends.core.generate import GenerateRequest, Message, Part
-from backends.core.ids import new_run_id
 from tests.kit.tiny_image import STAGE
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.engine import Run
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.core.ids import new_run_id
 
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PREFIX = (
@@ -29,8 +29,8 @@ def save_tiny_edit(folder: Path, seed: int = 0, several: bool = False, sources_a
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-    from backends.diffusion.upstream import QwenImageEditPipeline, QwenImageEditPlusPipeline
-    from backends.pipelines.image import build_small as small
+    from triton_omni.backends.diffusion.upstream import QwenImageEditPipeline, QwenImageEditPlusPipeline
+    from triton_omni.backends.tools.digits import small_model as small
 
     sizes = small.Sizes()
     tokenizer = small.make_tokenizer([PREFIX], SPECIAL)

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from backends.core.engine import Event, Failed, Finished, Output, Run
-from backends.core.generate import GenerateRequest
-from backends.core.ids import new_run_id
-from backends.core.pipeline import EngineContext
+from triton_omni.backends.core.engine import Event, Failed, Finished, Output, Run
+from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.ids import new_run_id
+from triton_omni.backends.core.pipeline import EngineContext
 
 STAGE = "denoiser"
 
 
 def save_tiny_image(folder: Path, seed: int = 0) -> Path:
     """Write the checkpoint (3.5 MB, diffusers layout); equal seeds give equal weights."""
-    from backends.pipelines.image.build_small import make_pipeline
+    from triton_omni.backends.tools.digits.small_model import make_pipeline
 
     make_pipeline(seed=seed).save_pretrained(folder)
     return folder
@@ -27,7 +27,7 @@ def save_tiny_image(folder: Path, seed: int = 0) -> Path:
 
 def engine_of(folder: Path, device: str = "cpu", **options: Any) -> Any:
     """A diffusion engine over a checkpoint; `options` are its deploy values. Everything shares a step."""
-    from backends.diffusion.engine import DiffusionEngine
+    from triton_omni.backends.diffusion.engine import DiffusionEngine
 
     given = {"model": str(folder), "step_overhead_tokens": 100_000} | options
     return DiffusionEngine(EngineContext("image", STAGE, given, device))

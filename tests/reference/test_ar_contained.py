@@ -7,13 +7,13 @@ import itertools
 
 import pytest
 
-from backends.core.engine import Failed, Finished, Send
-from backends.core.errors import StageFailed
-from backends.core.pipeline import EngineContext
-from backends.pipelines.chat.thinker import ChatPrompts
 from tests.kit.ar_runs import LENGTHS, PROMPTS, chat, drain, end, free_blocks, greedy_reference, step, text, tokens
 from tests.kit.ar_worker import become_ar_worker
-from tests.kit.checkpoints import tiny_llama
+from tests.kit.tiny_checkpoints import tiny_llama
+from triton_omni.backends.core.engine import Failed, Finished, Send
+from triton_omni.backends.core.errors import StageFailed
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.chat.thinker import ChatPrompts
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(150)
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(folder):
     options = {"model": str(folder), "dtype": "float32", "kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 8}
-    from backends.ar.engine import ArEngine  # vLLM: only once the process has its variables
+    from triton_omni.backends.ar.engine import ArEngine  # vLLM: only once the process has its variables
 
     engine = ArEngine(EngineContext("chat", "thinker", options), ChatPrompts, ascii_feed)
     yield engine

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import pytest
 
-from backends.core.generate import GenerateRequest, Message, Sampling
-from backends.core.pipeline import EngineContext
-from backends.pipelines.qwen3_omni.adapters import Piece
-from backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from tests.kit.ar_runs import make_engine
 from tests.kit.ar_worker import become_ar_worker
-from tests.kit.checkpoints import tiny_llama
 from tests.kit.engine_contract import CHECKS, Subject, check_name
-from tests.kit.gpu import VLLM_DEVICES
+from tests.kit.gpu_devices import VLLM_DEVICES
+from tests.kit.tiny_checkpoints import tiny_llama
 from tests.kit.tiny_omni import tiny_omni
+from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.qwen3_omni.adapters import Piece
+from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(120)

@@ -11,9 +11,6 @@ import threading
 
 import pytest
 
-from backends.core.engine import Finished, Output, Run, Send
-from backends.core.errors import BadRequest, OmniError
-from backends.core.generate import GenerateRequest, Message, Part
 from tests.kit.ar_runs import (
     LENGTHS,
     PROMPTS,
@@ -31,7 +28,10 @@ from tests.kit.ar_runs import (
     tokens,
 )
 from tests.kit.ar_worker import become_ar_worker
-from tests.kit.checkpoints import tiny_llama
+from tests.kit.tiny_checkpoints import tiny_llama
+from triton_omni.backends.core.engine import Finished, Output, Run, Send
+from triton_omni.backends.core.errors import BadRequest, OmniError
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(150)

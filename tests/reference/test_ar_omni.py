@@ -7,13 +7,13 @@ import gc
 
 import pytest
 
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Message, Sampling
-from backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from tests.kit.ar_worker import become_ar_worker
-from tests.kit.chain import Chain
+from tests.kit.engine_chain import Chain
 from tests.kit.omni_chats import CHATS, FRAMES, check, come_and_go, engines, free_blocks, references, request
 from tests.kit.tiny_omni import Reference, tiny_omni
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
+from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(200)

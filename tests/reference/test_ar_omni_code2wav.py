@@ -8,16 +8,16 @@ import os
 import numpy as np
 import pytest
 
-from backends.core.chunk import Chunk, Tensor
-from backends.core.engine import Finished, Output, Run
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest
-from backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from tests.kit.ar_worker import become_ar_worker
-from tests.kit.chain import Chain
-from tests.kit.gpu import HAS_GPU
+from tests.kit.engine_chain import Chain
+from tests.kit.gpu_devices import HAS_GPU
 from tests.kit.omni_chats import CHATS, check, code2wav, engines, references, request
 from tests.kit.tiny_omni import Reference, tiny_omni
+from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.engine import Finished, Output, Run
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(240)

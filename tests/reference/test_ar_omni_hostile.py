@@ -8,16 +8,16 @@ import os
 import numpy as np
 import pytest
 
-from backends.core.engine import Failed, Finished, Run
-from backends.core.errors import StageFailed
-from backends.core.generate import GenerateRequest, Sampling
-from backends.core.pipeline import EngineContext
-from backends.pipelines.qwen3_omni.adapters import Piece
-from backends.pipelines.qwen3_omni.pipeline import PIPELINE
-from tests.kit import drive
+from tests.kit import engine_driver as drive
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.omni_chats import blocks_of
 from tests.kit.tiny_omni import tiny_omni
+from triton_omni.backends.core.engine import Failed, Finished, Run
+from triton_omni.backends.core.errors import StageFailed
+from triton_omni.backends.core.generate import GenerateRequest, Sampling
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.qwen3_omni.adapters import Piece
+from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(300)

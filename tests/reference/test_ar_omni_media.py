@@ -8,15 +8,15 @@ import gc
 import numpy as np
 import pytest
 
-from backends.core.chunk import Tensor
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Message, Part, Sampling
-from backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from tests.kit.ar_worker import become_ar_worker
-from tests.kit.chain import Chain
+from tests.kit.engine_chain import Chain
 from tests.kit.omni_chats import check, engines
 from tests.kit.omni_media import CASES, our_request, see
 from tests.kit.tiny_omni import Reference, tiny_omni
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part, Sampling
+from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(240)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from backends.core.generate import Sampling
-from backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from tests.kit.ar_worker import become_ar_worker
-from tests.kit.chain import Chain
+from tests.kit.engine_chain import Chain
 from tests.kit.omni_chats import CHATS, FRAMES, check, engines, references, request
 from tests.kit.omni_media import CASES, our_request, transformers_chat
 from tests.kit.tiny_omni import Reference, tiny_omni
+from triton_omni.backends.core.generate import Sampling
+from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(300)

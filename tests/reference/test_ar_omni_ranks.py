@@ -11,15 +11,15 @@ import signal
 import numpy as np
 import pytest
 
-from backends.core.engine import OptionsError
-from backends.core.generate import Sampling
-from backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from tests.kit.ar_worker import become_ar_worker
-from tests.kit.chain import Chain
-from tests.kit.gpu import BUILD
+from tests.kit.engine_chain import Chain
+from tests.kit.gpu_devices import BUILD
 from tests.kit.omni_chats import CHATS, check, come_and_go, engines, free_blocks, references, request
 from tests.kit.omni_media import CASES, our_request, see
 from tests.kit.tiny_omni import Reference, tiny_omni
+from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.core.generate import Sampling
+from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 
 RANKS = {"tensor_parallel_size": 2}
 become_ar_worker(**RANKS)

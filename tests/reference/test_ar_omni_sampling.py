@@ -10,15 +10,15 @@ import os
 import numpy as np
 import pytest
 
-from backends.core.engine import Output, Run
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Message, Sampling
-from backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from tests.kit.ar_runs import await_grammars
 from tests.kit.ar_worker import become_ar_worker
-from tests.kit.chain import Chain
+from tests.kit.engine_chain import Chain
 from tests.kit.omni_chats import CHATS, FRAMES, check, engines, request
 from tests.kit.tiny_omni import Reference, tiny_omni
+from triton_omni.backends.core.engine import Output, Run
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
+from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(240)
@@ -152,7 +152,7 @@ def test_residual_codes_are_drawn_as_transformers_draws_them(reference):
     import torch
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-    from backends.pipelines.qwen3_omni.network import choose, residual_chances
+    from triton_omni.backends.pipelines.qwen3_omni.network import choose, residual_chances
 
     how = _how_transformers_draws(reference)
     generator = torch.Generator().manual_seed(1)

@@ -8,15 +8,15 @@ import json
 
 import pytest
 
-from backends.core.engine import OptionsError
-from backends.core.pipeline import EngineContext
-from backends.pipelines.qwen3_omni.pipeline import PIPELINE as SPEAKING
-from backends.pipelines.qwen3_omni_text.pipeline import PIPELINE
 from tests.kit.ar_worker import become_ar_worker
-from tests.kit.chain import Chain
+from tests.kit.engine_chain import Chain
 from tests.kit.omni_chats import CHATS, request
 from tests.kit.omni_media import CASES, TOKENS, our_request, transformers_chat
 from tests.kit.tiny_omni import tiny_omni
+from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE as SPEAKING
+from triton_omni.backends.pipelines.qwen3_omni_text.pipeline import PIPELINE
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(240)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.kit.ar_runs import PROMPTS, chat, drain, end, greedy_reference, make_engine, tokens
 from tests.kit.ar_worker import become_ar_worker
-from tests.kit.checkpoints import tiny_llama
+from tests.kit.tiny_checkpoints import tiny_llama
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(120)

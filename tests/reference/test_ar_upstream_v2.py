@@ -80,7 +80,7 @@ class Runner:
 
 
 class Seen:
-    """backends.ar.hooks.Taps and Rows that keep what they are given."""
+    """triton_omni.backends.ar.hooks.Taps and Rows that keep what they are given."""
 
     def __init__(self):
         self.notes = []
@@ -107,7 +107,7 @@ class Seen:
 
 @pytest.fixture
 def runner():
-    from backends.ar.upstream_v2 import HookedRunner
+    from triton_omni.backends.ar.upstream_v2 import HookedRunner
 
     hooked = type("Hooked", (HookedRunner, Runner), {})()
     hooked.load_model()
@@ -156,7 +156,7 @@ def test_what_is_held_on_to_exists():
     from vllm.v1.worker.gpu.model_runner import ExecuteModelState, GPUModelRunner
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-    from backends.ar import upstream_v2
+    from triton_omni.backends.ar import upstream_v2
 
     for hooks, theirs in (
         (upstream_v2.HookedRunner, GPUModelRunner),

@@ -14,18 +14,18 @@ import pytest
 pytest.importorskip("hibari", reason="the engine environment is needed (make setup)")
 pytest.importorskip("torch", reason="the engine environment is needed (make setup)")
 
-from backends.codec.engine import CodecEngine
-from backends.config.load import load_deploy
-from backends.config.paths import models_dir
-from backends.core.chunk import Tensor
-from backends.core.engine import Event, Output, Send
-from backends.core.generate import GenerateRequest, Message, Part
-from backends.core.pipeline import EngineContext
-from backends.pipelines.chat import pipeline
-from backends.pipelines.chat.code2wav import SAMPLE_RATE_HZ, code2wav_engine
-from backends.pipelines.chat.talker import TalkerEngine, talker_engine
-from backends.pipelines.chat.transcriber import TranscriberEngine, transcriber_engine
-from tests.kit import drive
+from tests.kit import engine_driver as drive
+from triton_omni.backends.codec.engine import CodecEngine
+from triton_omni.backends.config.load import load_deploy
+from triton_omni.backends.config.paths import models_dir
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.engine import Event, Output, Send
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.chat import pipeline
+from triton_omni.backends.pipelines.chat.code2wav import SAMPLE_RATE_HZ, code2wav_engine
+from triton_omni.backends.pipelines.chat.talker import TalkerEngine, talker_engine
+from triton_omni.backends.pipelines.chat.transcriber import TranscriberEngine, transcriber_engine
 
 MODELS = ("hibari-rvq", "whisper-tiny-en")
 pytestmark = [

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.pipelines.image import digits_data as data
 from tests.kit.tiny_image import engine_of, finish, image_run, pictures, save_tiny_image
+from triton_omni.backends.tools.digits import data
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.models, pytest.mark.timeout(280)]

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.core.engine import Finished, Output, Run
-from backends.core.errors import BadRequest
-from tests.kit.stock_edit import bring_to_source_pixels, edited_by, stock_of
+from tests.kit.diffusers_edit import bring_to_source_pixels, edited_by, stock_of
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo, save_tiny_edit
 from tests.kit.tiny_image import draw_latents, ends, engine_of, finish, image_run, pictures
+from triton_omni.backends.core.engine import Finished, Output, Run
+from triton_omni.backends.core.errors import BadRequest
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(280)
@@ -82,7 +82,7 @@ CASES = {
 def test_edits_are_those_of_the_stock_pipeline(
     request: pytest.FixtureRequest, case: str, batching: str, tolerance: float
 ) -> None:
-    from backends.diffusion import upstream
+    from triton_omni.backends.diffusion import upstream
 
     fixture, kind, make = CASES[case]
     folder = request.getfixturevalue(fixture)
@@ -101,7 +101,7 @@ def test_edits_are_those_of_the_stock_pipeline(
 def test_sizes_are_those_of_the_stock_pipelines() -> None:
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
-    from backends.diffusion.description import source_size
+    from triton_omni.backends.diffusion.description import source_size
 
     for height in range(1, 1400, 23):
         for width in range(1, 1400, 29):
@@ -112,7 +112,7 @@ def test_sizes_are_those_of_the_stock_pipelines() -> None:
 @pytest.mark.soak  # a minute alone, many where others use the cores, too
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_a_picture_is_brought_to_a_megapixel_as_the_stock_pipeline_does(folder, with_mask: bool) -> None:
-    from backends.diffusion.upstream import QwenImageEditInpaintPipeline, QwenImageEditPipeline
+    from triton_omni.backends.diffusion.upstream import QwenImageEditInpaintPipeline, QwenImageEditPipeline
 
     run = edit_run("a red 7", [photo(300, 170)], hole(300, 170) if with_mask else None, steps=2, seed=1)
     engine = engine_of(folder)
@@ -131,7 +131,7 @@ def engine(folder) -> Any:
 
 
 def test_an_edit_checkpoint_also_draws_from_text_in_the_same_steps(folder, engine: Any) -> None:
-    from backends.diffusion.upstream import QwenImagePipeline
+    from triton_omni.backends.diffusion.upstream import QwenImagePipeline
 
     drawn = image_run("a blue 5", width=64, height=96, steps=5, seed=3, negative_prompt=" ", true_cfg_scale=2.0)
     edited = edit_run("a red 7", [photo(150, 60)], steps=5, seed=1)
@@ -150,7 +150,7 @@ def test_an_edit_checkpoint_also_draws_from_text_in_the_same_steps(folder, engin
 
 
 def stock_parts(folder: Path) -> dict[str, Any]:
-    from backends.diffusion.upstream import QwenImageEditPipeline
+    from triton_omni.backends.diffusion.upstream import QwenImageEditPipeline
 
     return stock_of(QwenImageEditPipeline, folder).components
 

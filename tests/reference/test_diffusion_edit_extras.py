@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.core.engine import Output, Run
-from tests.kit.stock_edit import bring_to_source_pixels, edited_by, stock_of
+from tests.kit.diffusers_edit import bring_to_source_pixels, edited_by, stock_of
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo, save_tiny_edit
 from tests.kit.tiny_image import engine_of, finish, image_run, pictures
+from triton_omni.backends.core.engine import Output, Run
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(200)
@@ -45,7 +45,7 @@ def differs(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def stock(folder: Path, mask: bool = False) -> Any:
-    from backends.diffusion import upstream
+    from triton_omni.backends.diffusion import upstream
 
     return stock_of(getattr(upstream, "QwenImageEditInpaintPipeline" if mask else "QwenImageEditPipeline"), folder)
 
@@ -54,7 +54,7 @@ def save_lora(folder: Path, home: Path) -> Path:
     """A random adapter of the transformer, written by peft and diffusers."""
     from peft import LoraConfig, get_peft_model_state_dict
 
-    from backends.diffusion.upstream import QwenImageEditPipeline
+    from triton_omni.backends.diffusion.upstream import QwenImageEditPipeline
 
     transformer = stock(folder).transformer
     transformer.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_k", "to_v", "add_q_proj"]))
@@ -91,7 +91,7 @@ def test_an_edit_with_a_lora_is_that_of_diffusers(
 
 @pytest.mark.usefixtures("small_stock")
 def test_an_edit_with_a_step_cache_is_that_of_diffusers_and_leaves_others_alone(folder: Path) -> None:
-    from backends.diffusion.upstream import FirstBlockCacheConfig
+    from triton_omni.backends.diffusion.upstream import FirstBlockCacheConfig
 
     engine = engine_of(folder, step_cache_threshold=0.5, defaults=SMALL)
     asked: dict[str, Any] = {"steps": 8, "seed": 1, "negative_prompt": " ", "true_cfg_scale": 2.5}

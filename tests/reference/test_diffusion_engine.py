@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.core.engine import Failed, Finished, Output, Progress, Run
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest
 from tests.kit.tiny_image import draw_latents, ends, engine_of, finish, image_run, pictures, save_tiny_image
+from triton_omni.backends.core.engine import Failed, Finished, Output, Progress, Run
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(150)
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def stock(folder) -> Any:
-    from backends.diffusion.upstream import QwenImagePipeline, be_quiet
+    from triton_omni.backends.diffusion.upstream import QwenImagePipeline, be_quiet
 
     be_quiet()
     pipe = QwenImagePipeline.from_pretrained(folder, dtype=torch.float32)
@@ -109,7 +109,7 @@ def test_one_frame_decode_is_the_video_decode(folder, stock: Any, engine: Any) -
 def test_each_causal_convolution_of_one_frame_is_its_plain_form(stock: Any) -> None:
     from copy import deepcopy
 
-    from backends.diffusion.vae import reduce_to_one_frame
+    from triton_omni.backends.diffusion.vae import reduce_to_one_frame
 
     pairs = reduce_to_one_frame(deepcopy(stock.vae))
     assert len(pairs) > 20
@@ -347,7 +347,7 @@ def test_features_are_kept_and_forgotten_in_order(folder) -> None:
 
 
 def test_what_is_kept_is_what_is_counted_and_what_never_fits_drives_nothing_out(folder) -> None:
-    from backends.diffusion.encoding import Cache
+    from triton_omni.backends.diffusion.encoding import Cache
 
     engine = engine_of(folder)
     prompts = [engine.model.text.prompt(text) for text in ("a", "a red 7 on a white background")]
@@ -366,7 +366,7 @@ def test_the_stock_arithmetic_is_never_measured_for_it_shares_nothing(folder) ->
 
 
 def test_deploy_values_are_checked_when_loading(folder) -> None:
-    from backends.core.engine import OptionsError
+    from triton_omni.backends.core.engine import OptionsError
 
     with pytest.raises(OptionsError, match=r"model 'nowhere'.*model_index\.json is missing"):
         engine_of(folder, model="nowhere")

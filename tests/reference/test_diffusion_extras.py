@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.core.engine import Failed, OptionsError, Output
-from backends.core.errors import BadRequest
 from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures, save_tiny_image
+from triton_omni.backends.core.engine import Failed, OptionsError, Output
+from triton_omni.backends.core.errors import BadRequest
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(200)
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stock(folder: Path) -> Any:
-    from backends.diffusion.upstream import QwenImagePipeline, be_quiet
+    from triton_omni.backends.diffusion.upstream import QwenImagePipeline, be_quiet
 
     be_quiet()
     pipe = QwenImagePipeline.from_pretrained(folder, dtype=torch.float32)
@@ -56,7 +56,7 @@ def loras(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     """Two random adapters, written by peft and diffusers."""
     from peft import LoraConfig, get_peft_model_state_dict
 
-    from backends.diffusion.upstream import QwenImagePipeline
+    from triton_omni.backends.diffusion.upstream import QwenImagePipeline
 
     found: dict[str, str] = {}
     for seed, name in enumerate(("ink", "chalk")):
@@ -125,7 +125,7 @@ def test_loras_that_do_not_exist_are_named(folder: Path, loras: dict, tmp_path: 
 
 # --- step cache ----------------------------------------------------------------------------------------------
 def test_a_step_cache_is_the_runs_own(folder: Path) -> None:
-    from backends.diffusion.upstream import FirstBlockCacheConfig
+    from triton_omni.backends.diffusion.upstream import FirstBlockCacheConfig
 
     engine = engine_of(folder, step_cache_threshold=0.5)
     cached = {"steps": 8, "seed": 1, "step_cache": True}

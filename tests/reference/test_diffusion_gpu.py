@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.kit.gpu import HAS_GPU, NEEDS_GPU
+from tests.kit.gpu_devices import HAS_GPU, NEEDS_GPU
 from tests.kit.tiny_image import engine_of, finish, image_run, pictures, save_tiny_image
 
 torch = pytest.importorskip("torch")

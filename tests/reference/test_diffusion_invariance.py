@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.core.engine import Event, Failed, Run
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo, save_tiny_edit
 from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures, save_tiny_image
+from triton_omni.backends.core.engine import Event, Failed, Run
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(280)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.core.engine import Run
-from backends.core.errors import BadRequest
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, photo, save_tiny_edit
 from tests.kit.tiny_image import engine_of, finish, image_run, pictures, save_tiny_image
+from triton_omni.backends.core.engine import Run
+from triton_omni.backends.core.errors import BadRequest
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(200)
@@ -47,7 +47,7 @@ def asked(kind: str) -> Run:
 def test_the_estimate_covers_what_is_held_and_is_not_far_above(
     folder: Path, edit_folder: Path, kind: str, deploy: dict[str, Any]
 ) -> None:
-    from tests.kit.peak import peak_bytes
+    from tests.kit.torch_peak_memory import peak_bytes
 
     engine = engine_of(edit_folder if kind == "edit" else folder, cache_bytes=0, defaults=SMALL, **deploy)
     run, model = asked(kind), engine.model
@@ -89,14 +89,14 @@ def test_what_can_never_fit_is_refused_naming_what_is_too_large(folder: Path) ->
 
 
 def test_the_memory_that_is_free_is_the_bound_where_deploy_says_none(folder: Path) -> None:
-    from backends.diffusion.memory import free_bytes
+    from triton_omni.backends.diffusion.memory import free_bytes
 
     assert 0 < engine_of(folder).model.memory.most < free_bytes(torch.device("cpu")) + (1 << 30)
 
 
 def test_weights_that_are_elsewhere_need_room_when_they_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from backends.diffusion import memory
-    from backends.diffusion.options import DiffusionOptions
+    from triton_omni.backends.diffusion import memory
+    from triton_omni.backends.diffusion.options import DiffusionOptions
 
     pipe, free = engine_of(folder).model.pipe, 10**9
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
@@ -156,7 +156,7 @@ def test_a_step_holds_as_many_as_there_is_memory_for(folder: Path) -> None:
 
 
 def test_a_large_newcomer_keeps_later_ones_out_until_its_turn_comes(folder: Path) -> None:
-    from backends.diffusion.memory import fitting
+    from triton_omni.backends.diffusion.memory import fitting
 
     first, late = twins(2)
     large = image_run("two", width=128, height=128, steps=5, n=8, seed=7)

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.core.engine import Failed, OptionsError
-from backends.core.errors import BadRequest, StageFailed
-from tests.kit.pidfds import is_gone
+from tests.kit.process_pidfds import is_gone
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, photo, save_tiny_edit
 from tests.kit.tiny_image import draw_latents, ends, engine_of, finish, image_run, pictures, save_tiny_image
 from tests.reference.test_diffusion_invariance import life, make, requests
+from triton_omni.backends.core.engine import Failed, OptionsError
+from triton_omni.backends.core.errors import BadRequest, StageFailed
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(600)  # each test starts processes that import torch, maybe on a busy machine
@@ -231,8 +231,8 @@ def test_an_idle_leader_ends_with_its_follower(leader: subprocess.Popen[bytes]) 
 def test_what_keeps_a_follower_from_loading_is_the_load_error_and_no_other_is_started(
     folder: Path, tmp_path: Path
 ) -> None:
-    from backends.diffusion.options import read_options
-    from backends.diffusion.ranks import Ranks
+    from triton_omni.backends.diffusion.options import read_options
+    from triton_omni.backends.diffusion.parallel.ranks import Ranks
 
     class Watched(Ranks):
         started: list[int] = []

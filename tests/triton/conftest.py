@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kit.server import RunningServer
+from tests.kit.triton_server import RunningServer
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def toy(toy_server: RunningServer) -> RunningServer:
 @pytest.fixture(scope="session")
 def toy_proxy_url(toy_server: RunningServer) -> Iterator[str]:
     """Root URL of an OpenAI proxy in front of the session's toy server."""
-    from tests.kit.proxy import proxy_process
+    from tests.kit.proxy_server import proxy_process
 
     with proxy_process("--triton", toy_server.grpc, "--metrics", toy_server.metrics) as proxy:
         yield proxy.root

@@ -14,11 +14,11 @@ import pytest
 import soundfile
 from openai import BadRequestError, OpenAI
 
-from backends.supervisor.home import find_home
-from backends.wire import GenerateRequest, Message, Part, Sampling
-from client import Client
-from tests.kit.calls import generate, generate_stream, health, idle, metrics
-from tests.kit.server import RunningServer, wait_for
+from tests.kit.server_calls import generate, generate_stream, health, idle, metrics
+from tests.kit.triton_server import RunningServer, wait_for
+from triton_omni import Client
+from triton_omni.backends.supervisor.home import find_home
+from triton_omni.backends.wire import GenerateRequest, Message, Part, Sampling
 
 pytestmark = [pytest.mark.triton, pytest.mark.models, pytest.mark.timeout(600)]
 

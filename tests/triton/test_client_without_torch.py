@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from backends.supervisor.home import REPO
-from tests.kit.server import RunningServer
+from tests.kit.triton_server import RunningServer
+from triton_omni.backends.supervisor.home import REPO
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(600)]
 
 ASK = """
 import importlib.util, sys
-from client import Client
-from backends.wire import short_form
+from triton_omni import Client
+from triton_omni.backends.wire import short_form
 with Client(sys.argv[1]) as client:
     print("".join(p.text or "" for p in client.generate("toy", short_form("hi", {"max_tokens": 3}, True))))
 heavy = [name for name in ("torch", "vllm", "transformers", "diffusers") if importlib.util.find_spec(name)]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.kit.calls import health, idle
-from tests.kit.load import Plan, body, run_one
-from tests.kit.server import TOY_REPOSITORY, running_server, wait_for
+from tests.kit.load_generator import Plan, body, run_one
+from tests.kit.server_calls import health, idle
+from tests.kit.triton_server import TOY_REPOSITORY, running_server, wait_for
 
 pytestmark = pytest.mark.triton
 SECRET = "kumquat"

@@ -12,10 +12,10 @@ import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.utils.shared_memory as shm
 
-from backends.control import messages as msg
-from tests.kit.calls import generate, generate_stream, health, idle, metrics
-from tests.kit.load import Plan, body, run_many, run_one
-from tests.kit.server import RunningServer, wait_for
+from tests.kit.load_generator import Plan, body, run_many, run_one
+from tests.kit.server_calls import generate, generate_stream, health, idle, metrics
+from tests.kit.triton_server import RunningServer, wait_for
+from triton_omni.backends.control import messages as msg
 
 pytestmark = pytest.mark.triton
 

@@ -16,11 +16,11 @@ import pytest
 import tritonclient.grpc as grpcclient
 from PIL import Image
 
-from backends.pipelines.image import digits_data as data
-from tests.kit.calls import generate, health, idle
-from tests.kit.load import body
-from tests.kit.proxy import proxy_process
-from tests.kit.server import REPO, TOY_REPOSITORY, RunningServer, running_server, wait_for
+from tests.kit.load_generator import body
+from tests.kit.proxy_server import proxy_process
+from tests.kit.server_calls import generate, health, idle
+from tests.kit.triton_server import REPO, TOY_REPOSITORY, RunningServer, running_server, wait_for
+from triton_omni.backends.tools.digits import data
 
 pytestmark = [pytest.mark.triton, pytest.mark.models, pytest.mark.timeout(600)]
 

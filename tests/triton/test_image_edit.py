@@ -20,11 +20,11 @@ import tritonclient.utils.shared_memory as shm
 import yaml
 from PIL import Image
 
-from backends.wire import encode_request
-from tests.kit.calls import generate, health, idle
-from tests.kit.proxy import proxy_process
-from tests.kit.server import REPO, RunningServer, running_server, wait_for
+from tests.kit.proxy_server import proxy_process
+from tests.kit.server_calls import generate, health, idle
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo
+from tests.kit.triton_server import REPO, RunningServer, running_server, wait_for
+from triton_omni.backends.wire import encode_request
 
 pytestmark = [pytest.mark.triton, pytest.mark.models, pytest.mark.timeout(600)]
 
@@ -48,7 +48,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     engine = {"model": str(checkpoint), "defaults": SMALL, "step_overhead_tokens": 100_000}
     deploy = {"pipeline": MODEL, "stages": {"denoiser": {"device": "cpu", "engine": engine}}}
     (folder / "deploy.yaml").write_text(yaml.safe_dump(deploy), encoding="utf-8")
-    command = [sys.executable, "-m", "backends.config.repository", "--pipeline", MODEL]
+    command = [sys.executable, "-m", "triton_omni.backends.repository", "--pipeline", MODEL]
     command += ["--deploy", str(folder / "deploy.yaml"), "--out", str(folder)]
     subprocess.run(command, check=True, timeout=60)
     with running_server([folder / MODEL, REPO / "model_repository" / "image"], timeout_s=300) as running:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from backends.supervisor import processes, rundir
-from backends.supervisor.home import find_home
-from backends.supervisor.launch import Launch, free_ports
-from backends.supervisor.locate import find_server
-from backends.supervisor.selfcheck import ask
-from tests.kit.server import TOY_REPOSITORY, wait_for
+from tests.kit.triton_server import TOY_REPOSITORY, wait_for
+from triton_omni.backends.supervisor.home import find_home
+from triton_omni.backends.supervisor.serve import processes
+from triton_omni.backends.supervisor.serve import run_folder as rundir
+from triton_omni.backends.supervisor.serve.launch import Launch, free_ports
+from triton_omni.backends.supervisor.serve.locate import find_server
+from triton_omni.backends.supervisor.setup.self_check import ask
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(120)]
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kit.calls import holdings, idle
-from tests.kit.load import Plan, body, run_many
-from tests.kit.server import TOY_REPOSITORY, RunningServer, running_server, wait_for
+from tests.kit.load_generator import Plan, body, run_many
+from tests.kit.server_calls import holdings, idle
+from tests.kit.triton_server import TOY_REPOSITORY, RunningServer, running_server, wait_for
 
 pytestmark = pytest.mark.triton
 

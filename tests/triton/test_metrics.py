@@ -10,12 +10,12 @@ from collections import Counter
 
 import pytest
 
-from backends.supervisor.home import REPO
-from tests.kit.calls import HTTP_TIMEOUT_S, idle, metrics
-from tests.kit.lives import random_plan
-from tests.kit.load import Life, Plan, body, run_many
-from tests.kit.reconcile import disagreements, outcome_of
-from tests.kit.server import RunningServer, wait_for
+from tests.kit.fuzzed_requests import random_plan
+from tests.kit.load_generator import Life, Plan, body, run_many
+from tests.kit.metrics_reconcile import disagreements, outcome_of
+from tests.kit.server_calls import HTTP_TIMEOUT_S, idle, metrics
+from tests.kit.triton_server import RunningServer, wait_for
+from triton_omni.backends.supervisor.home import REPO
 
 pytestmark = pytest.mark.triton
 STREAMS = 16

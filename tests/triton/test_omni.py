@@ -23,12 +23,12 @@ import numpy as np
 import pytest
 import yaml
 
-from backends.wire import BadRequest, GenerateRequest, Message, Sampling
-from client import Client
-from tests.kit.calls import idle
 from tests.kit.omni_chats import CHATS, FRAMES
 from tests.kit.omni_media import CASES, TOKENS, openai_content, our_request
-from tests.kit.server import RunningServer, running_server, wait_for
+from tests.kit.server_calls import idle
+from tests.kit.triton_server import RunningServer, running_server, wait_for
+from triton_omni import Client
+from triton_omni.backends.wire import BadRequest, GenerateRequest, Message, Sampling
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
 SAME = 1e-5
@@ -87,7 +87,7 @@ def server(request, checkpoint, tmp_path_factory):
     file = folder / "deploy.yaml"
     options = TIGHT if request.param == "tight" else {}
     file.write_text(yaml.safe_dump(deploy(checkpoint, options, options)), encoding="utf-8")
-    command = [sys.executable, "-m", "backends.config.repository", "--pipeline", "qwen3_omni"]
+    command = [sys.executable, "-m", "triton_omni.backends.repository", "--pipeline", "qwen3_omni"]
     subprocess.run([*command, "--deploy", str(file), "--out", str(folder)], check=True, timeout=60)
     with running_server([folder / "qwen3_omni"], supervised=True, proxy=True, timeout_s=600) as running:
         yield running

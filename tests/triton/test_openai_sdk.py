@@ -18,10 +18,10 @@ import numpy as np
 import openai
 import pytest
 
-from backends.pipelines.toy.engines import FRAMES_PER_TOKEN, SAMPLES_PER_FRAME, sine
-from client import AsyncClient, Client, GenerateRequest, Message, OmniError, Sampling
-from tests.kit.calls import health, idle, metrics
-from tests.kit.server import RunningServer, wait_for
+from tests.kit.server_calls import health, idle, metrics
+from tests.kit.triton_server import RunningServer, wait_for
+from triton_omni import AsyncClient, Client, GenerateRequest, Message, OmniError, Sampling
+from triton_omni.backends.pipelines.toy.engines import FRAMES_PER_TOKEN, SAMPLES_PER_FRAME, sine
 
 pytestmark = pytest.mark.triton
 

@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from backends.control import probe
-from tests.kit.calls import health, idle
-from tests.kit.load import Life, Plan, body, run_many, run_one
-from tests.kit.server import RunningServer, wait_for
+from tests.kit.load_generator import Life, Plan, body, run_many, run_one
+from tests.kit.server_calls import health, idle
+from tests.kit.triton_server import RunningServer, wait_for
+from triton_omni.backends.control import probe
 
 pytestmark = pytest.mark.triton
 COUNT, TOKENS = 8, 3

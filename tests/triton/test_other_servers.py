@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from backends.config.repository import write
-from backends.control import probe
-from backends.supervisor.rundir import HEALTH_FILE
-from tests.kit.calls import generate, health, idle
-from tests.kit.load import Life, Plan, body, run_many, run_one
-from tests.kit.server import TOY_REPOSITORY, running_server, toy_repository, wait_for
+from tests.kit.load_generator import Life, Plan, body, run_many, run_one
+from tests.kit.server_calls import generate, health, idle
+from tests.kit.triton_server import TOY_REPOSITORY, running_server, toy_repository, wait_for
+from triton_omni.backends.control import probe
+from triton_omni.backends.repository import write
+from triton_omni.backends.supervisor.serve.run_folder import HEALTH_FILE
 
 pytestmark = pytest.mark.triton
 

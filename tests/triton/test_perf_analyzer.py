@@ -10,8 +10,8 @@ import pytest
 
 from perf.harness import Analysis, Server, analyze, bare_server, request_only
 from perf.measures import heard
-from tests.kit.load import body
-from tests.kit.server import RunningServer
+from tests.kit.load_generator import body
+from tests.kit.triton_server import RunningServer
 
 pytestmark = pytest.mark.triton
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from backends.supervisor.home import find_home
-from tests.kit.calls import health, idle
-from tests.kit.load import Plan, abort, body, run_one
-from tests.kit.server import TOY_REPOSITORY, RunningServer, running_server, wait_for
+from tests.kit.load_generator import Plan, abort, body, run_one
+from tests.kit.server_calls import health, idle
+from tests.kit.triton_server import TOY_REPOSITORY, RunningServer, running_server, wait_for
+from triton_omni.backends.supervisor.home import find_home
 
 pytestmark = pytest.mark.triton
 COMMAND_S = 60
@@ -44,7 +44,7 @@ def command(server: RunningServer, *words: str) -> str:
     """What the command line says about the server."""
     port = f"127.0.0.1:{server.metrics_port}"
     done = subprocess.run(
-        [sys.executable, "-m", "client.cli", *words, "--triton", server.grpc, "--metrics", port],
+        [sys.executable, "-m", "triton_omni.cli", *words, "--triton", server.grpc, "--metrics", port],
         capture_output=True, text=True, timeout=COMMAND_S, check=False, cwd=find_home().root,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.kit.calls import generate
-from tests.kit.collector import Collector, Span, collector
-from tests.kit.server import TOY_REPOSITORY, RunningServer, running_server, wait_for
+from tests.kit.otlp_collector import Collector, Span, collector
+from tests.kit.server_calls import generate
+from tests.kit.triton_server import TOY_REPOSITORY, RunningServer, running_server, wait_for
 
 pytestmark = pytest.mark.triton
 EXPORT_S = 10.0

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-import backends.pipelines
-from backends.config.load import load_deploy
-from backends.config.repository import repository_files
-from backends.core.generate import GenerateRequest, Message
-from backends.core.pipeline import EngineContext
+import triton_omni.backends.pipelines
 from tests.kit.engine_contract import CHECKS, Subject, check_name
+from triton_omni.backends.config.load import load_deploy
+from triton_omni.backends.core.generate import GenerateRequest, Message
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.repository import repository_files
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "adding-a-pipeline.md"
 FILE = re.compile(r"`shout/([\w.]+)`\n.*?```\w+\n(.*?)```", re.DOTALL)
@@ -30,9 +30,11 @@ def shout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (folder / "__init__.py").touch()
     for name, content in FILE.findall(DOCUMENT.read_text(encoding="utf-8")):
         (folder / name).write_text(content, encoding="utf-8")
-    monkeypatch.setattr(backends.pipelines, "__path__", [*backends.pipelines.__path__, str(tmp_path)])
-    yield backends.pipelines.load("shout")
-    for module in [name for name in sys.modules if name.startswith("backends.pipelines.shout")]:
+    monkeypatch.setattr(
+        triton_omni.backends.pipelines, "__path__", [*triton_omni.backends.pipelines.__path__, str(tmp_path)]
+    )
+    yield triton_omni.backends.pipelines.load("shout")
+    for module in [name for name in sys.modules if name.startswith("triton_omni.backends.pipelines.shout")]:
         del sys.modules[module]
 
 

@@ -14,41 +14,43 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = ROOT / "backends"
 ENGINES = frozenset({"ar", "codec", "diffusion"})
-FRAMEWORK = frozenset({"core", "wire", "connectors", "control", "config", "worker", "orchestrator", "pipelines"})
 MAY_IMPORT = {
     "core": frozenset[str](),
     "wire": frozenset({"core"}),
+    "telemetry": frozenset({"core"}),
     "connectors": frozenset({"core"}),
     "control": frozenset({"core", "connectors"}),
     "config": frozenset({"core"}),
-    **{engine: frozenset({"core"}) for engine in ENGINES},
+    "ar": frozenset({"core"}),
+    "codec": frozenset({"core"}),
+    "diffusion": frozenset({"core", "telemetry"}),
     "pipelines": frozenset({"core", "config"}) | ENGINES,
-    "worker": frozenset({"core", "connectors", "control", "pipelines", "config"}),
-    "orchestrator": frozenset({"core", "wire", "connectors", "control", "config"}),
-    "triton": FRAMEWORK,
-    "supervisor": frozenset({"core", "config", "control"}),
+    "worker": frozenset({"core", "telemetry", "connectors", "control", "pipelines"}),
+    "orchestrator": frozenset({"core", "telemetry", "wire", "control", "config"}),
+    "stub": frozenset({"core", "wire", "control", "config", "connectors"}),
+    "triton": frozenset({"core", "telemetry", "wire", "control", "config", "orchestrator", "stub", "pipelines"}),
+    "repository": frozenset({"core", "wire", "config", "pipelines"}),
+    "supervisor": frozenset({"config", "control", "repository"}),
+    "tools": frozenset({"diffusion"}),
 }
-EXCEPTIONS = {
-    # `python -m backends.config.repository` writes what pipelines and wire say; the rest of the room knows neither.
-    "config/repository.py": frozenset({"wire", "pipelines"}),
-    # set-up and self-check run the real things to see whether they work
-    "supervisor": frozenset({"pipelines", "wire"}),
-}
+"""Package → packages that it may import; a permission that nothing uses fails the test."""
 HEAVY = {
-    "torch": ENGINES | {"pipelines"},
+    "torch": ENGINES | {"pipelines", "tools"},
     "vllm": frozenset({"ar", "pipelines"}),
-    "transformers": ENGINES | {"pipelines"},
-    "diffusers": frozenset({"diffusion", "pipelines"}),
+    "transformers": ENGINES | {"pipelines", "tools"},
+    "diffusers": frozenset({"diffusion", "pipelines", "tools"}),
     "onnxruntime": ENGINES | {"pipelines"},
     "triton_python_backend_utils": frozenset({"triton"}),
-    "client": frozenset[str](),
 }
-HEAVY_EXCEPTIONS = {"supervisor/torchvision_hook.py": frozenset({"torch"})}  # lives in the engine's environment
+HEAVY_EXCEPTIONS = {"supervisor/setup/torchvision_hook.py": frozenset({"torch"})}  # lives in the engine's environment
 MODEL_NAMES = re.compile(r"smollm|hibari|whisper|qwen|minimax|flux\.?1|sdxl|llama-?\d", re.IGNORECASE)
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(BACKENDS).parts[0].removesuffix(".py")
+
+
+PACKAGES = ("triton_omni", "triton_omni.backends")
 
 
 def imports(path: Path) -> list[tuple[int, str]]:
@@ -57,8 +59,8 @@ def imports(path: Path) -> list[tuple[int, str]]:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             names = [node.module or ""]
-            if node.module == "backends":
-                names = [f"backends.{alias.name}" for alias in node.names]
+            if node.module in PACKAGES:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
             found += [(node.lineno, name) for name in names]
         elif isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
@@ -66,39 +68,68 @@ def imports(path: Path) -> list[tuple[int, str]]:
 
 
 SOURCES = sorted(path for path in BACKENDS.rglob("*.py") if "__pycache__" not in path.parts)
+OURS = "triton_omni.backends."
 
 
-def test_every_room_has_its_line_in_the_table():
-    rooms = {room_of(path) for path in SOURCES} - {"__init__"}
-    assert rooms <= set(MAY_IMPORT), "a new room says here what it may import"
+def ours(path: Path) -> list[tuple[int, str]]:
+    """Line and package of everything that a file imports from our backends."""
+    return [(line, name.removeprefix(OURS).partition(".")[0]) for line, name in imports(path) if name.startswith(OURS)]
 
 
-def test_rooms_import_downwards():
+def test_every_package_has_its_line_in_the_table():
+    assert {package_of(path) for path in SOURCES} - {"__init__"} == set(MAY_IMPORT)
+
+
+def test_packages_import_downwards():
     wrong: list[str] = []
+    used: set[tuple[str, str]] = set()
     for path in SOURCES:
-        room, name_in_rooms = room_of(path), str(path.relative_to(BACKENDS))
-        if room == "__init__":
+        package, name_in_backends = package_of(path), str(path.relative_to(BACKENDS))
+        if package == "__init__":
             continue
-        extra = EXCEPTIONS.get(name_in_rooms, EXCEPTIONS.get(room, frozenset()))
+        for line, target in ours(path):
+            if target != package:
+                used.add((package, target))
+                if target not in MAY_IMPORT[package]:
+                    wrong.append(f"{name_in_backends}:{line}: {package} -> {target}")
         for line, name in imports(path):
-            head, _, rest = name.partition(".")
-            target = rest.partition(".")[0]
-            if head == "backends" and target and target != room and target not in MAY_IMPORT[room] | extra:
-                wrong.append(f"{name_in_rooms}:{line}: {room} -> {target}")
-            if head in HEAVY and room not in HEAVY[head] and head not in HEAVY_EXCEPTIONS.get(name_in_rooms, ()):
-                wrong.append(f"{name_in_rooms}:{line}: {room} -> {head}")
+            head = name.partition(".")[0]
+            if head in HEAVY and package not in HEAVY[head] and head not in HEAVY_EXCEPTIONS.get(name_in_backends, ()):
+                wrong.append(f"{name_in_backends}:{line}: {package} -> {head}")
+            if name.startswith("triton_omni") and not name.startswith("triton_omni.backends"):
+                wrong.append(f"{name_in_backends}:{line}: {package} -> client ({name})")
+    assert not wrong, "\n".join(wrong)
+    unused = sorted((p, t) for p, targets in MAY_IMPORT.items() for t in targets if (p, t) not in used)
+    assert not unused, f"permissions that nothing uses: {unused}"
+
+
+def test_the_client_knows_wire_and_telemetry_and_nothing_else_of_the_backends():
+    wrong: list[str] = []
+    for path in sorted((ROOT / "client").rglob("*.py")):
+        name_in_repo = str(path.relative_to(ROOT))
+        wrong += [
+            f"{name_in_repo}:{line}: {target}"
+            for line, target in ours(path)
+            if target not in ("wire", "telemetry") and (target, name_in_repo) != ("supervisor", "client/cli.py")
+        ]
+        wrong += [
+            f"{name_in_repo}:{line}: {name}"
+            for line, name in imports(path)
+            if name.partition(".")[0] in ("torch", "vllm", "triton_python_backend_utils")
+        ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_client_knows_the_wire_and_nothing_else_of_ours():
+def test_nothing_imports_the_folders_by_their_bare_names():
+    """`import backends` would work in a checkout only, and `import client` finds any client.py of a user."""
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
-        for path in sorted((ROOT / "client").rglob("*.py"))
+        for folder in ("backends", "client", "model_repository", "perf", "tests")
+        for path in sorted((ROOT / folder).rglob("*.py"))
         for line, name in imports(path)
-        if (name.startswith("backends") and name not in ("backends.wire", "backends"))
-        or name.partition(".")[0] in ("torch", "vllm", "triton_python_backend_utils")
+        if name.partition(".")[0] in ("backends", "client")
     ]
-    assert not [w for w in wrong if not w.endswith("backends.supervisor")], "\n".join(wrong)
+    assert not wrong, "\n".join(wrong)
 
 
 def test_init_files_run_nothing():
@@ -138,17 +169,17 @@ def run_blocked(code: str, blocked: tuple[str, ...]) -> None:
 
 def test_pipelines_are_importable_by_a_thin_stub():
     """It has numpy and msgspec; a pipeline's heavy imports belong inside its functions."""
-    run_blocked("".join(f"import backends.pipelines.{name}.pipeline\n" for name in PIPELINES), STUB_LACKS)
+    run_blocked("".join(f"import triton_omni.backends.pipelines.{name}.pipeline\n" for name in PIPELINES), STUB_LACKS)
 
 
 def test_what_a_stub_and_a_client_import_needs_no_numpy_two_and_no_server():
-    modules = ("orchestrator.driver", "worker.keeper", "control.hub", "config.schema", "config.paths", "wire")
-    run_blocked("".join(f"import backends.{name}\n" for name in modules), STUB_LACKS)
-    run_blocked("import backends.wire\n", (*STUB_LACKS, "numpy"))
+    modules = ("orchestrator.driver", "stub.worker_process", "control.hub", "config.schema", "config.paths", "wire")
+    run_blocked("".join(f"import triton_omni.backends.{name}\n" for name in modules), STUB_LACKS)
+    run_blocked("import triton_omni.backends.wire\n", (*STUB_LACKS, "numpy"))
 
 
-def test_the_package_called_backends_is_ours():
-    import backends
+def test_the_package_that_runs_is_this_checkout():
+    from triton_omni import backends
 
     assert Path(backends.__file__).resolve().parent == BACKENDS
 
@@ -160,7 +191,7 @@ def without_upstream_names(path: Path, text: str) -> str:
     names: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-        if isinstance(node, ast.ImportFrom) and (not module.startswith("backends") or module.endswith(".upstream")):
+        if isinstance(node, ast.ImportFrom) and (not module.startswith("triton_omni") or module.endswith(".upstream")):
             names |= {module} | {alias.name for alias in node.names}
     for name in sorted(names, key=len, reverse=True):
         text = text.replace(name, "")
@@ -169,7 +200,7 @@ def without_upstream_names(path: Path, text: str) -> str:
 
 def test_model_names_stay_in_their_folders():
     """Rooms know no model; a requirements file may name packages."""
-    allowed = ("backends/pipelines/", "backends/supervisor/requirements")
+    allowed = ("backends/pipelines/", "backends/tools/", "backends/supervisor/setup/requirements")
     wrong = []
     for folder in ("backends", "client"):
         for path in sorted((ROOT / folder).rglob("*")):

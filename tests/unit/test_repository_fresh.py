@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from backends.config.load import load_deploy
-from backends.config.repository import deploy_files, repository_files
-from backends.pipelines import load
+from triton_omni.backends.config.load import load_deploy
+from triton_omni.backends.pipelines import load
+from triton_omni.backends.repository import deploy_files, repository_files
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [file.parent for file in deploy_files()]

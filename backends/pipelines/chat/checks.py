@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from backends.ar.sampling import stage_sampling
-from backends.codec.engine import RunOptions
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, stage_options
-from backends.pipelines.chat.options import HearingOptions
-from backends.pipelines.chat.thinker import check_messages
+from triton_omni.backends.ar.sampling import stage_sampling
+from triton_omni.backends.codec.engine import RunOptions
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest, stage_options
+from triton_omni.backends.pipelines.chat.options import HearingOptions
+from triton_omni.backends.pipelines.chat.thinker import check_messages
 
 VOICES = ("heart",)
 LANGUAGES = ("en", "en-us")

@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 import scipy.fft
 
-from backends.codec.decoder import Window
-from backends.codec.engine import CodecEngine, CodecOptions
-from backends.core.engine import OptionsError
-from backends.core.errors import BadRequest
-from backends.core.pipeline import EngineContext
-from backends.pipelines.chat.options import Code2WavOptions, model_folder, read_options
-from backends.pipelines.chat.rvq import BOOKS, CODES, ENTRIES, PITCH_BINS, VOICED_HZ, Codebooks
+from triton_omni.backends.codec.decoder import Window
+from triton_omni.backends.codec.engine import CodecEngine, CodecOptions
+from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.chat.options import Code2WavOptions, model_folder, read_options
+from triton_omni.backends.pipelines.chat.rvq import BOOKS, CODES, ENTRIES, PITCH_BINS, VOICED_HZ, Codebooks
 
 SAMPLE_RATE_HZ = 24_000
 HOP = 300
@@ -47,7 +47,7 @@ class Phase:
 
 
 class HibariDecoder:
-    """backends.codec.decoder.Decoder of hibari codes."""
+    """triton_omni.backends.codec.decoder.Decoder of hibari codes."""
 
     codes = CODES
     left = right = CONTEXT + PITCH_CONTEXT

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.pipelines.chat.rvq import BOOKS, COMPONENTS, ENTRIES, PITCH_BINS, VOICED_HZ, Codebooks, nearest
+from triton_omni.backends.pipelines.chat.rvq import (
+    BOOKS,
+    COMPONENTS,
+    ENTRIES,
+    PITCH_BINS,
+    VOICED_HZ,
+    Codebooks,
+    nearest,
+)
 
 NETWORK = Path("hibari-tts", "hibari", "assets", "hibari.onnx")
 SEED = 20261129
@@ -24,7 +32,7 @@ _SENTENCE = re.compile(r"[A-Z][A-Za-z',;: -]{40,200}[.?!](?=\s)")
 
 def build(packages: Path, folder: Path) -> None:
     """Write the codebooks. `packages` is not read: hibari's code and network are installed."""
-    from backends.pipelines.chat.voice import Voice
+    from triton_omni.backends.pipelines.chat.voice import Voice
 
     voice = Voice()
     made = [voice.frames(piece, 1.0) for text in sentences() for piece in voice.phonemes(text)]

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from backends.pipelines.chat.align import Word, first_frames, loud_frames, words_at
-from backends.pipelines.chat.sound import SAMPLE_RATE_HZ
+from triton_omni.backends.pipelines.chat.align import Word, first_frames, loud_frames, words_at
+from triton_omni.backends.pipelines.chat.sound import SAMPLE_RATE_HZ
 
 MAX_TOKENS = 224  # of a window; Whisper's own bound, half of its decoder's positions
 NO_SPEECH, LOW_LOG_PROBABILITY = 0.6, -1.0  # Whisper's own bounds: likely no speech, and words hardly believed

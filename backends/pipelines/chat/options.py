@@ -9,8 +9,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from backends.core.engine import OptionsError
-from backends.core.pipeline import EngineContext
+from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.core.pipeline import EngineContext
 
 
 class TalkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

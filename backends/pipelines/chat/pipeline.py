@@ -6,12 +6,12 @@ Read by the thin Triton stubs as well, so nothing heavy is imported outside the 
 
 from __future__ import annotations
 
-from backends.core.chunk import TensorSpec
-from backends.core.engine import Engine
-from backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
-from backends.pipelines.chat.adapters import text_of, transcript_of
-from backends.pipelines.chat.checks import LANGUAGES, VOICES, check
-from backends.pipelines.chat.thinker import thinker_engine, thinker_environment
+from triton_omni.backends.core.chunk import TensorSpec
+from triton_omni.backends.core.engine import Engine
+from triton_omni.backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
+from triton_omni.backends.pipelines.chat.adapters import text_of, transcript_of
+from triton_omni.backends.pipelines.chat.checks import LANGUAGES, VOICES, check
+from triton_omni.backends.pipelines.chat.thinker import thinker_engine, thinker_environment
 
 SAMPLE_RATE_HZ = 24_000
 AUDIO = TensorSpec("audio", "float32", (-1,))
@@ -19,19 +19,19 @@ CODES = TensorSpec("codes", "int16", (-1, 9))
 
 
 def _transcriber(context: EngineContext) -> Engine:
-    from backends.pipelines.chat.transcriber import transcriber_engine
+    from triton_omni.backends.pipelines.chat.transcriber import transcriber_engine
 
     return transcriber_engine(context)
 
 
 def _talker(context: EngineContext) -> Engine:
-    from backends.pipelines.chat.talker import talker_engine
+    from triton_omni.backends.pipelines.chat.talker import talker_engine
 
     return talker_engine(context)
 
 
 def _code2wav(context: EngineContext) -> Engine:
-    from backends.pipelines.chat.code2wav import code2wav_engine
+    from triton_omni.backends.pipelines.chat.code2wav import code2wav_engine
 
     return code2wav_engine(context)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backends.codec.samples import check_rate, check_samples, resampled
-from backends.core.chunk import Tensor
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest
+from triton_omni.backends.core.audio import check_rate, check_samples, resampled
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest
 
 SAMPLE_RATE_HZ = 16_000
 WINDOW_SAMPLES = 30 * SAMPLE_RATE_HZ

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backends.core.chunk import Tensor
-from backends.core.engine import Event, Failed, Finished, Run, Send
-from backends.core.errors import BadRequest, StageFailed
-from backends.core.pipeline import EngineContext
-from backends.pipelines.chat.clauses import Clauses
-from backends.pipelines.chat.options import TalkerOptions, model_folder, read_options
-from backends.pipelines.chat.rvq import CODES, Codebooks
-from backends.pipelines.chat.voice import Voice
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.engine import Event, Failed, Finished, Run, Send
+from triton_omni.backends.core.errors import BadRequest, StageFailed
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.chat.clauses import Clauses
+from triton_omni.backends.pipelines.chat.options import TalkerOptions, model_folder, read_options
+from triton_omni.backends.pipelines.chat.rvq import CODES, Codebooks
+from triton_omni.backends.pipelines.chat.voice import Voice
 
 QUEUE_CLAUSES = 64  # a run with so many takes no more text for now
 

@@ -6,20 +6,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from backends.ar.environment import worker_environment
-from backends.config.paths import engine_python
-from backends.core.engine import Engine, Run
-from backends.core.errors import BadRequest, StageFailed
-from backends.core.generate import GenerateRequest, Message
-from backends.core.pipeline import EngineContext
+from triton_omni.backends.ar.environment import worker_environment
+from triton_omni.backends.config.paths import engine_python
+from triton_omni.backends.core.engine import Engine, Run
+from triton_omni.backends.core.errors import BadRequest, StageFailed
+from triton_omni.backends.core.generate import GenerateRequest, Message
+from triton_omni.backends.core.pipeline import EngineContext
 
 if TYPE_CHECKING:
-    from backends.ar.engine import Prompt
+    from triton_omni.backends.ar.engine import Prompt
 
 
 def thinker_engine(context: EngineContext) -> Engine:
     """The engine of stage `thinker`, in its worker."""
-    from backends.ar.engine import ArEngine
+    from triton_omni.backends.ar.engine import ArEngine
 
     return ArEngine(context, ChatPrompts)
 
@@ -56,7 +56,7 @@ class ChatPrompts:
         check_messages(run.request)
 
     def build(self, run: Run, transcripts: Sequence[str]) -> Prompt:
-        from backends.ar.engine import Prompt
+        from triton_omni.backends.ar.engine import Prompt
 
         texts = iter(transcripts)
         chat = [{"role": _role(m), "content": _content(m, texts)} for m in run.request.messages]

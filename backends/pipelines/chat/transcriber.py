@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from backends.core.engine import Event, Finished, Output, Progress, Run, Send
-from backends.core.generate import stage_options
-from backends.core.pipeline import EngineContext
-from backends.pipelines.chat.ear import Ear, Segment, WhisperEar
-from backends.pipelines.chat.options import HearingOptions, TranscriberOptions, model_folder, read_options
-from backends.pipelines.chat.sound import SAMPLE_RATE_HZ, WINDOW_SAMPLES, Clip, clips_of, windows
+from triton_omni.backends.core.engine import Event, Finished, Output, Progress, Run, Send
+from triton_omni.backends.core.generate import stage_options
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.chat.ear import Ear, Segment, WhisperEar
+from triton_omni.backends.pipelines.chat.options import HearingOptions, TranscriberOptions, model_folder, read_options
+from triton_omni.backends.pipelines.chat.sound import SAMPLE_RATE_HZ, WINDOW_SAMPLES, Clip, clips_of, windows
 
 OUTPUT = "transcript"
 """Name of the output for clients."""

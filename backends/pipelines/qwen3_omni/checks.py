@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from backends.codec.samples import check_rate
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest
+from triton_omni.backends.core.audio import check_rate
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest
 
 
 def check_messages(request: GenerateRequest) -> None:

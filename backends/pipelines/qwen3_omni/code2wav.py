@@ -20,13 +20,13 @@ import torch
 from safetensors import safe_open
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
-from backends.ar.options import checkpoint_folder
-from backends.codec.decoder import Window
-from backends.codec.engine import CodecEngine, CodecOptions
-from backends.core.engine import OptionsError
-from backends.core.errors import BadRequest
-from backends.core.pipeline import EngineContext
-from backends.pipelines.qwen3_omni.checkpoints import config_of
+from triton_omni.backends.ar.options import checkpoint_folder
+from triton_omni.backends.codec.decoder import Window
+from triton_omni.backends.codec.engine import CodecEngine, CodecOptions
+from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.qwen3_omni.checkpoints import config_of
 
 SAMPLE_RATE_HZ = 24_000
 PREFIX = "code2wav."
@@ -50,7 +50,7 @@ class Code2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Code2Wav:
-    """backends.codec.decoder.Decoder of Qwen3-Omni."""
+    """triton_omni.backends.codec.decoder.Decoder of Qwen3-Omni."""
 
     right = 0
     sample_rate_hz = SAMPLE_RATE_HZ

@@ -16,7 +16,14 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 )
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeTalkerResizeMLP as Projection
 
-from backends.ar.blocks import AutoWeightsLoader, MoeDecoder, SupportsMRoPE, SupportsPP, WeightsMapper, maybe_prefix
+from triton_omni.backends.ar.blocks import (
+    AutoWeightsLoader,
+    MoeDecoder,
+    SupportsMRoPE,
+    SupportsPP,
+    WeightsMapper,
+    maybe_prefix,
+)
 
 ARCHITECTURE = "TritonOmniQwen3Talker"
 SPECIAL_CODES = 1024  # the last ids of the talker's vocabulary are never sampled, except the end of speech
@@ -51,7 +58,7 @@ class PromptParts:
 
 
 class TalkerNetwork(nn.Module, SupportsPP, SupportsMRoPE):
-    """Qwen3-Omni's talker, a backends.ar.rows.Network. It also holds the thinker's word embeddings: text arrives as
+    """Qwen3-Omni's talker, a `Network` of ar/rows.py. It also holds the thinker's word embeddings: text arrives as
     token ids. With several ranks only the decoder and the codec embeddings are spread; the rest is in each whole."""
 
     banned: torch.Tensor
@@ -137,7 +144,7 @@ class TalkerNetwork(nn.Module, SupportsPP, SupportsMRoPE):
     def predict(
         self, hidden: torch.Tensor, tokens: torch.Tensor, generators: Sequence[torch.Generator | None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Residual codes of the frames that `tokens` begin; see backends.ar.rows.Network."""
+        """Residual codes of the frames that `tokens` begin; see triton_omni.backends.ar.rows.Network."""
         predictor = self.code_predictor
         cache = DynamicCache(config=predictor.config)
         first = self.model.embed_input_ids(tokens)

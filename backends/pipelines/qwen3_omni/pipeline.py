@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from backends.ar.environment import worker_environment
-from backends.config.paths import engine_python
-from backends.core.chunk import TensorSpec
-from backends.core.engine import Engine
-from backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
-from backends.pipelines.qwen3_omni.adapters import piece_of
-from backends.pipelines.qwen3_omni.checks import check_for
+from triton_omni.backends.ar.environment import worker_environment
+from triton_omni.backends.config.paths import engine_python
+from triton_omni.backends.core.chunk import TensorSpec
+from triton_omni.backends.core.engine import Engine
+from triton_omni.backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
+from triton_omni.backends.pipelines.qwen3_omni.adapters import piece_of
+from triton_omni.backends.pipelines.qwen3_omni.checks import check_for
 
 
 def _environment(context: EngineContext) -> Mapping[str, str]:
@@ -19,19 +19,19 @@ def _environment(context: EngineContext) -> Mapping[str, str]:
 
 
 def _thinker(context: EngineContext) -> Engine:
-    from backends.pipelines.qwen3_omni.thinker import make_thinker
+    from triton_omni.backends.pipelines.qwen3_omni.thinker import make_thinker
 
     return make_thinker(context)
 
 
 def _talker(context: EngineContext) -> Engine:
-    from backends.pipelines.qwen3_omni.talker import make_talker
+    from triton_omni.backends.pipelines.qwen3_omni.talker import make_talker
 
     return make_talker(context)
 
 
 def _code2wav(context: EngineContext) -> Engine:
-    from backends.pipelines.qwen3_omni.code2wav import make_code2wav
+    from triton_omni.backends.pipelines.qwen3_omni.code2wav import make_code2wav
 
     return make_code2wav(context)
 

@@ -16,13 +16,13 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoePreTrainedModelForConditionalGeneration as OmniModel,
 )
 
-from backends.ar.frames import FrameEngine, Taken
-from backends.core.engine import Run
-from backends.core.errors import BadRequest, StageFailed
-from backends.core.pipeline import EngineContext
-from backends.pipelines.qwen3_omni.adapters import Piece
-from backends.pipelines.qwen3_omni.checkpoints import speaking_config
-from backends.pipelines.qwen3_omni.network import ARCHITECTURE, PromptParts, TalkerNetwork, talker_config
+from triton_omni.backends.ar.frames import FrameEngine, Taken
+from triton_omni.backends.core.engine import Run
+from triton_omni.backends.core.errors import BadRequest, StageFailed
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.qwen3_omni.adapters import Piece
+from triton_omni.backends.pipelines.qwen3_omni.checkpoints import speaking_config
+from triton_omni.backends.pipelines.qwen3_omni.network import ARCHITECTURE, PromptParts, TalkerNetwork, talker_config
 
 HEADER_TOKENS = 3  # <|im_start|> assistant \n: read, never spoken
 DEFAULT_VOICE = "Ethan"  # transformers' default
@@ -37,7 +37,7 @@ def make_talker(context: EngineContext) -> FrameEngine:
 
 
 class Talker:
-    """backends.ar.frames.FrameModel of Qwen3-Omni."""
+    """triton_omni.backends.ar.frames.FrameModel of Qwen3-Omni."""
 
     sampling: Mapping[str, Any] = SAMPLING
 
@@ -155,7 +155,7 @@ class RopeIndex:
 
 
 class Conversation:
-    """backends.ar.frames.Conditioning of one run."""
+    """triton_omni.backends.ar.frames.Conditioning of one run."""
 
     def __init__(self, talker: Talker, speaker: int) -> None:
         self._talker = talker

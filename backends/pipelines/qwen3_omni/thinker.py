@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from backends.ar import tools
-from backends.ar.engine import ArEngine, Live, RequestOutput
-from backends.ar.taps import Tapped, TokenTaps
-from backends.ar.upstream import attach_taps, hook_arguments, media_features
-from backends.core.chunk import Tensor
-from backends.core.engine import OptionsError, Send
-from backends.core.pipeline import EngineContext
-from backends.pipelines.qwen3_omni.chats import ChatPrompts
-from backends.pipelines.qwen3_omni.checkpoints import omni_config
+from triton_omni.backends.ar import tools
+from triton_omni.backends.ar.engine import ArEngine, Live, RequestOutput
+from triton_omni.backends.ar.taps import Tapped, TokenTaps
+from triton_omni.backends.ar.upstream import attach_taps, hook_arguments, media_features
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.engine import OptionsError, Send
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.qwen3_omni.chats import ChatPrompts
+from triton_omni.backends.pipelines.qwen3_omni.checkpoints import omni_config
 
 
 def make_thinker(context: EngineContext) -> ArEngine:

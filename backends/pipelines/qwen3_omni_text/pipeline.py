@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from backends.core.pipeline import Operation, Output, Pipeline
-from backends.pipelines.qwen3_omni.checks import check_for
-from backends.pipelines.qwen3_omni.pipeline import MEDIA_IN, THINKER
+from triton_omni.backends.core.pipeline import Operation, Output, Pipeline
+from triton_omni.backends.pipelines.qwen3_omni.checks import check_for
+from triton_omni.backends.pipelines.qwen3_omni.pipeline import MEDIA_IN, THINKER
 
 PIPELINE = Pipeline(
     name="qwen3_omni_text",

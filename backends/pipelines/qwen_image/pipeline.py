@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backends.diffusion.pipeline import drawing_pipeline
+from triton_omni.backends.diffusion.pipeline import drawing_pipeline
 
 PIPELINE = drawing_pipeline(
     "qwen_image",

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backends.diffusion.options import MAX_PICTURES
-from backends.diffusion.pipeline import drawing_pipeline
+from triton_omni.backends.diffusion.options import MAX_PICTURES
+from triton_omni.backends.diffusion.pipeline import drawing_pipeline
 
 PIPELINE = drawing_pipeline(
     "qwen_image_edit",

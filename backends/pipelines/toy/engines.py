@@ -20,9 +20,9 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from backends.core.chunk import Chunk, Tensor
-from backends.core.engine import Event, Failed, Finished, Output, Progress, Run, Send
-from backends.core.errors import BadRequest, StageFailed
+from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.engine import Event, Failed, Finished, Output, Progress, Run, Send
+from triton_omni.backends.core.errors import BadRequest, StageFailed
 
 SAMPLE_RATE_HZ = 24_000
 SAMPLES_PER_FRAME = 240  # 10 ms, so that tests with thousands of frames stay small

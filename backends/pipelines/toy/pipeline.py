@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from backends.core.chunk import TensorSpec
-from backends.core.engine import Engine
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest
-from backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
-from backends.pipelines.toy import engines
+from triton_omni.backends.core.chunk import TensorSpec
+from triton_omni.backends.core.engine import Engine
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
+from triton_omni.backends.pipelines.toy import engines
 
 VOICE = "sine"
 

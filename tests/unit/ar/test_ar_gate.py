@@ -14,9 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the engine environment (make setup)")
 
-from backends.ar.gate import RowGate  # noqa: E402
-from backends.ar.hooks import Span  # noqa: E402
-from backends.ar.rows import Begin, End, RowStore  # noqa: E402
+from triton_omni.backends.ar.gate import RowGate  # noqa: E402
+from triton_omni.backends.ar.hooks import Span  # noqa: E402
+from triton_omni.backends.ar.rows import Begin, End, RowStore  # noqa: E402
 
 KEY = "run"
 NO_IDS: Any = ["no id"]
@@ -25,8 +25,8 @@ RANKS = """
 import multiprocessing, threading
 from types import SimpleNamespace
 import torch
-from backends.ar.ranks import die_on_error, die_with_worker, watch_ranks
-from backends.ar.rows import Begin, RowStore
+from triton_omni.backends.ar.ranks import die_on_error, die_with_worker, watch_ranks
+from triton_omni.backends.ar.rows import Begin, RowStore
 
 class Network:
     pad_text = 0
@@ -62,7 +62,7 @@ if __name__ == "__main__":
 
 
 class Network:
-    """backends.ar.rows.Network whose rows are their own ids; a frame is its token and, drawn or not, a second code."""
+    """A `Network` of ar/rows.py whose rows are their own ids; a frame is its token and, drawn or not, a second code."""
 
     pad_text = 1000
 

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from backends.ar.environment import worker_environment
-from backends.ar.options import checkpoint, read_options
-from backends.core.engine import OptionsError
+from triton_omni.backends.ar.environment import worker_environment
+from triton_omni.backends.ar.options import checkpoint, read_options
+from triton_omni.backends.core.engine import OptionsError
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from backends.ar.environment import worker_environment
-from backends.ar.ranks import check_ranks
-from backends.core.engine import OptionsError
-from tests.kit.pidfds import is_gone
+from tests.kit.process_pidfds import is_gone
+from triton_omni.backends.ar.environment import worker_environment
+from triton_omni.backends.ar.ranks import check_ranks
+from triton_omni.backends.core.engine import OptionsError
 
 LIMIT_S = 60
 WORKER = """
 import multiprocessing, os, sys, threading
 from types import SimpleNamespace
-from backends.ar.ranks import die_with_worker, watch_ranks
+from triton_omni.backends.ar.ranks import die_with_worker, watch_ranks
 
 def rank(ready):
     die_with_worker()

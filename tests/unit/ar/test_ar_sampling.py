@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from backends.ar.options import SamplingDefaults
-from backends.ar.sampling import check_max_tokens, refusal, sampling_arguments, stage_sampling
-from backends.core.errors import BadRequest
-from backends.core.generate import Sampling
+from triton_omni.backends.ar.options import SamplingDefaults
+from triton_omni.backends.ar.sampling import check_max_tokens, refusal, sampling_arguments, stage_sampling
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import Sampling
 
 
 def arguments(sampling=None, deploy=None, model=None, room=100):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from backends.ar.schemas import check_schema
-from backends.ar.tools import check_tools
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest
+from triton_omni.backends.ar.schemas import check_schema
+from triton_omni.backends.ar.tools import check_tools
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest
 
 
 def inside(schema: dict[str, Any]) -> dict[str, Any]:

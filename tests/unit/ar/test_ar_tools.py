@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from backends.ar.tools import CLOSE, OPEN, CallScanner, check_tools, forced_calls
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Sampling
+from triton_omni.backends.ar.tools import CLOSE, OPEN, CallScanner, check_tools, forced_calls
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest, Sampling
 
 CALL = OPEN + '\n{"name": "weather", "arguments": {"city": "Köln"}}\n' + CLOSE
 HALF_PAIR = OPEN + '{"name": "f", "arguments": {"a": "\\ud83d"}}' + CLOSE

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.kit.fake_backend import FakeBackend
-from tests.kit.proxy import RunningProxy, running_proxy
+from tests.kit.proxy_server import RunningProxy, running_proxy
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from backends import wire
-from client import failures
-from client import fetch as fetching
-from client.media import MediaError, decode_picture
-from client.openai import audio as coding
-from client.openai.transcripts import Transcripts
-from client.pieces import inputs_of
 from tests.kit.fake_backend import sine
-from tests.kit.pages import web
+from tests.kit.web_server import web
+from triton_omni import failures
+from triton_omni import fetch as fetching
+from triton_omni.backends import wire
+from triton_omni.media import MediaError, decode_picture
+from triton_omni.openai.endpoints.transcripts import Transcripts
+from triton_omni.openai.media import audio as coding
+from triton_omni.pieces import inputs_of
 
 
 @pytest.mark.parametrize(

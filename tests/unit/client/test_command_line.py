@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from client import cli
-from client.openai import audio as coding
-from client.subtitles import Phrase, srt
-from client.sync import Client
 from tests.kit.fake_backend import RATE_HZ, FakeBackend, sine
+from triton_omni import cli
+from triton_omni.openai.media import audio as coding
+from triton_omni.subtitles import Phrase, srt
+from triton_omni.sync import Client
 
 SPOKEN = coding.encode("mp3", RATE_HZ, [sine(0)] * 48)
 

@@ -16,13 +16,13 @@ import openai
 import pytest
 from PIL import Image
 
-from client import Media, MediaError
-from client import fetch as fetching
-from client.openai import audio as coding
-from client.openai.app import Settings
 from tests.kit.fake_backend import RATE_HZ, FakeBackend, sine
-from tests.kit.pages import web
-from tests.kit.proxy import running_proxy
+from tests.kit.proxy_server import running_proxy
+from tests.kit.web_server import web
+from triton_omni import Media, MediaError
+from triton_omni import fetch as fetching
+from triton_omni.openai.http.app import Settings
+from triton_omni.openai.media import audio as coding
 
 
 def picture() -> bytes:
@@ -154,7 +154,7 @@ def test_media_of_our_own_client(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (np.zeros((2, 3, 3)), np.zeros(4, np.uint8)):
         with pytest.raises(MediaError, match="cannot be"):
             media.image(wrong)
-    monkeypatch.setattr("client.media.MAX_BYTES", 2_200)
+    monkeypatch.setattr("triton_omni.media.MAX_BYTES", 2_200)
     with pytest.raises(MediaError, match="together"):
         media.image(np.zeros((10, 10, 3), np.uint8))
 
@@ -195,7 +195,7 @@ def test_a_film_in_an_unknown_codec() -> None:
     ],
 )
 def test_the_bounds_of_a_film(monkeypatch: pytest.MonkeyPatch, bound: str, most: int, says: str) -> None:
-    monkeypatch.setattr(f"client.media.{bound}", most)
+    monkeypatch.setattr(f"triton_omni.media.{bound}", most)
     if bound != "MAX_PIXELS":  # of each frame, whatever their number
         assert Media().video(film(3)).shape[0] == 3
     with pytest.raises(MediaError, match=says):

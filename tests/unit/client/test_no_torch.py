@@ -9,7 +9,8 @@ import sys
 
 HEAVY = ("torch", "vllm", "transformers", "diffusers", "onnxruntime", "scipy")
 PROGRAM = (
-    "import sys, json, client, client.cli, client.openai.app, client.openai.__main__; print(json.dumps([*sys.modules]))"
+    "import sys, json, triton_omni.cli, triton_omni.openai.http.app, triton_omni.openai.__main__; "
+    "print(json.dumps([*sys.modules]))"
 )
 
 
@@ -17,6 +18,11 @@ def test_nothing_heavy_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60)
     modules = json.loads(done.stdout)
     assert not [m for m in modules if m.split(".")[0] in HEAVY]
-    own = [m for m in modules if m.split(".")[0] == "backends"]
-    assert "backends.wire" in own
-    assert not [m for m in own if m not in ("backends", "backends.wire") and not (m + ".").startswith("backends.core.")]
+    own = [m for m in modules if m.startswith("triton_omni.backends.")]
+    assert "triton_omni.backends.wire" in own
+    assert not [
+        m
+        for m in own
+        if m != "triton_omni.backends.wire"
+        and not (m + ".").startswith(("triton_omni.backends.core.", "triton_omni.backends.telemetry."))
+    ]

@@ -9,10 +9,10 @@ import httpx
 import openai
 import pytest
 
-from client.openai.app import Settings
-from client.openai.bodies import Limits
 from tests.kit.fake_backend import FakeBackend
-from tests.kit.proxy import RunningProxy, running_proxy
+from tests.kit.proxy_server import RunningProxy, running_proxy
+from triton_omni.openai.http.app import Settings
+from triton_omni.openai.http.bodies import Limits
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "x"}]}
 

@@ -18,13 +18,13 @@ import openai
 import pytest
 from PIL import Image
 
-from client import Media, MediaError
-from client.openai import messages
-from client.openai.app import Settings
-from client.openai.bodies import FREE_BYTES, Limits
-from client.openai.protocol import Protocol
 from tests.kit.fake_backend import FakeBackend
-from tests.kit.proxy import RunningProxy, running_proxy
+from tests.kit.proxy_server import RunningProxy, running_proxy
+from triton_omni import Media, MediaError
+from triton_omni.openai.endpoints import messages
+from triton_omni.openai.http.app import Settings
+from triton_omni.openai.http.bodies import FREE_BYTES, Limits
+from triton_omni.openai.http.protocol import Protocol
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "x"}]}
 MIB = 1 << 20

@@ -17,11 +17,11 @@ import openai
 import pytest
 from PIL import Image
 
-from client.openai import audio as coding
-from client.openai.calls import Pieces
-from client.openai.image_request import as_base64
 from tests.kit.fake_backend import RATE_HZ, SAMPLES, FakeBackend, sine
-from tests.kit.proxy import RunningProxy
+from tests.kit.proxy_server import RunningProxy
+from triton_omni.openai.endpoints.image_request import as_base64
+from triton_omni.openai.http.calls import Pieces
+from triton_omni.openai.media import audio as coding
 
 USER: Any = [{"role": "user", "content": "hello"}]
 SPOKEN: Any = {"modalities": ["text", "audio"], "audio": {"voice": "sine", "format": "pcm16"}}

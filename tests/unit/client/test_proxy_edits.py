@@ -13,9 +13,9 @@ import openai
 import pytest
 from PIL import Image
 
-from client.media import MAX_PIXELS
 from tests.kit.fake_backend import FakeBackend
-from tests.kit.proxy import RunningProxy
+from tests.kit.proxy_server import RunningProxy
+from triton_omni.media import MAX_PIXELS
 
 
 def file(mode: str = "RGB", size: tuple[int, int] = (6, 4), kind: str = "png", colour: Any = None) -> bytes:

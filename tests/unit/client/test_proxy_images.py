@@ -13,8 +13,8 @@ import openai
 import pytest
 from PIL import Image
 
-from client.openai.image_request import DrawCall
 from tests.kit.fake_backend import FakeBackend
+from triton_omni.openai.endpoints.image_request import DrawCall
 
 
 def draw(sdk: openai.OpenAI, **more: Any) -> Any:

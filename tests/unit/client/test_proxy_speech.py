@@ -15,9 +15,9 @@ import numpy as np
 import openai
 import pytest
 
-from client.openai import audio as coding
 from tests.kit.fake_backend import RATE_HZ, SAMPLES, FakeBackend, sine
-from tests.kit.proxy import RunningProxy
+from tests.kit.proxy_server import RunningProxy
+from triton_omni.openai.media import audio as coding
 
 TEXT = "one two three four"
 WORDS = len(TEXT.split())

@@ -9,9 +9,9 @@ import httpx
 import openai
 import pytest
 
-from client.openai import audio as coding
 from tests.kit.fake_backend import RATE_HZ, SAMPLES, FakeBackend, sine
-from tests.kit.proxy import RunningProxy
+from tests.kit.proxy_server import RunningProxy
+from triton_omni.openai.media import audio as coding
 
 SOUND = coding.encode("mp3", RATE_HZ, [sine(i * SAMPLES) for i in range(48)])
 

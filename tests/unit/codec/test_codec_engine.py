@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.codec.decoder import Window
-from backends.codec.engine import CodecEngine, CodecOptions
-from backends.core.engine import Output, Run
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest
-from tests.kit import drive
+from tests.kit import engine_driver as drive
+from triton_omni.backends.codec.decoder import Window
+from triton_omni.backends.codec.engine import CodecEngine, CodecOptions
+from triton_omni.backends.core.engine import Output, Run
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest
 
 LEFT, RIGHT, HOP = 2, 3, 4
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.config import paths
+from triton_omni.backends.config import paths
 
 VARIABLES = ("TRITON_OMNI_HOME", "TRITON_OMNI_ENGINE_PYTHON", "TRITON_OMNI_MODELS", "TRITON_OMNI_RUN_DIR")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from backends.config.load import load_deploy
-from backends.config.schema import (
+from triton_omni.backends.config.load import load_deploy
+from triton_omni.backends.config.schema import (
     ConfigError,
     Deploy,
     OrchestratorDeploy,
@@ -15,7 +15,7 @@ from backends.config.schema import (
     from_parameters,
     to_parameters,
 )
-from backends.pipelines.toy.pipeline import PIPELINE
+from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 
 ENGINE = {"model": 'a "quoted" \\ name\n', "n": 3, "f": 0.5, "on": True, "none": None, "list": [1, {"x": "y"}], "": 1}
 

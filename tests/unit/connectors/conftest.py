@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from backends.connectors.link import Link
+from triton_omni.backends.connectors.link import Link
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ import socket
 
 import pytest
 
-from backends.connectors import shm
-from backends.connectors.base import Credits
-from backends.connectors.link import Link
-from backends.connectors.shm import ShmConnector
-from backends.core.chunk import Tensor
 from tests.kit.connector_contract import CHECKS, Carrier, check_name, closing, larger_than_the_slab_takes_another_way
-from tests.kit.fake_device import FakeDevice
-from tests.kit.gpu import NEEDS_GPU, OwnSlab, bytes_of, on_gpu
+from tests.kit.fake_device_store import FakeDevice
+from tests.kit.gpu_devices import NEEDS_GPU, OwnSlab, bytes_of, on_gpu
+from triton_omni.backends.connectors import shm
+from triton_omni.backends.connectors.base import Credits
+from triton_omni.backends.connectors.link import Link
+from triton_omni.backends.connectors.shm import ShmConnector
+from triton_omni.backends.core.chunk import Tensor
 
 
 def _shm(window, limit):

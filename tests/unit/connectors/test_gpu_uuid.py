@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from backends.connectors import cuda_ipc
+from triton_omni.backends.connectors import cuda_ipc
 
 
 class Error(IntEnum):

@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from backends.connectors import shm
-from backends.connectors.base import PACKET_BYTES, PeerLost
-from backends.connectors.link import Link
-from backends.connectors.shm import ShmConnector
-from backends.core.chunk import Chunk, Tensor
 from tests.kit.connector_contract import open_fds, take_chunk
+from triton_omni.backends.connectors import shm
+from triton_omni.backends.connectors.base import PACKET_BYTES, PeerLost
+from triton_omni.backends.connectors.link import Link
+from triton_omni.backends.connectors.shm import ShmConnector
+from triton_omni.backends.core.chunk import Chunk, Tensor
 
 U32 = struct.Struct("<I")
 RUN = b"r" * 16

@@ -8,9 +8,9 @@ import socket
 
 import pytest
 
-from backends.connectors.base import PACKET_BYTES, PeerLost
-from backends.connectors.link import PACKETS_PER_TURN
 from tests.kit.connector_contract import open_fds
+from triton_omni.backends.connectors.base import PACKET_BYTES, PeerLost
+from triton_omni.backends.connectors.link import PACKETS_PER_TURN
 
 
 def packets(link):

@@ -9,10 +9,10 @@ import struct
 
 import pytest
 
-from backends.connectors.base import PACKET_BYTES
-from backends.connectors.link import JOINED, JOINED_BYTES, JOINED_FRAMES
-from backends.control.hub import Hub
-from backends.control.messages import Stop
+from triton_omni.backends.connectors.base import PACKET_BYTES
+from triton_omni.backends.connectors.link import JOINED, JOINED_BYTES, JOINED_FRAMES
+from triton_omni.backends.control.hub import Hub
+from triton_omni.backends.control.messages import Stop
 
 
 def received(link):

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from backends.connectors.base import PeerLost
-from backends.connectors.link import Link
-from backends.connectors.shm import ShmConnector
-from backends.core.chunk import Chunk, Tensor
 from tests.kit.connector_contract import named_shm, open_fds, pattern, take, take_chunk
+from triton_omni.backends.connectors.base import PeerLost
+from triton_omni.backends.connectors.link import Link
+from triton_omni.backends.connectors.shm import ShmConnector
+from triton_omni.backends.core.chunk import Chunk, Tensor
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -89,7 +89,7 @@ def test_gpu_tensors_go_there_and_back_without_the_host():
     """A slab cannot be opened in the process that made it, so the other end of this carrier is a process."""
     import torch
 
-    from backends.connectors.cuda_ipc import DeviceSlab
+    from triton_omni.backends.connectors.cuda_ipc import DeviceSlab
 
     with peer("cuda", DeviceSlab(nbytes=8 << 20)) as (end, _):
         for index, nbytes in enumerate((0, 1, 8_192, 8_193, 1 << 20, 3 << 20, 20 << 20)):

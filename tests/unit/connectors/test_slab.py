@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from backends.connectors.base import Credits
-from backends.connectors.slab import ALIGN_BYTES, Extents
+from triton_omni.backends.connectors.base import Credits
+from triton_omni.backends.connectors.slab import ALIGN_BYTES, Extents
 
 
 def test_extents_never_overlap_and_all_room_comes_back():

@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from backends.connectors import shm
-from backends.connectors.base import PeerLost
-from backends.control import hub as hub_module
-from backends.control.hub import Hub, Lost, listen, probe
-from backends.control.messages import Hello, Ping, Progress, Release, Stop, encode
-from backends.core.chunk import Chunk, Tensor
 from tests.kit.connector_contract import open_fds
+from triton_omni.backends.connectors import shm
+from triton_omni.backends.connectors.base import PeerLost
+from triton_omni.backends.control import hub as hub_module
+from triton_omni.backends.control.hub import Hub, Lost, listen, probe
+from triton_omni.backends.control.messages import Hello, Ping, Progress, Release, Stop, encode
+from triton_omni.backends.core.chunk import Chunk, Tensor
 
 RUN = b"r" * 16
 

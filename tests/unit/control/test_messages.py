@@ -9,9 +9,20 @@ import typing
 import msgspec
 import pytest
 
-from backends.control import messages
-from backends.control.messages import Accepted, Failed, Finished, Hello, Open, Ping, Progress, Received, Release, Stop
-from backends.control.records import (
+from triton_omni.backends.control import messages
+from triton_omni.backends.control.messages import (
+    Accepted,
+    Failed,
+    Finished,
+    Hello,
+    Open,
+    Ping,
+    Progress,
+    Received,
+    Release,
+    Stop,
+)
+from triton_omni.backends.control.records import (
     SILENT_S,
     InstanceRecord,
     read_records,
@@ -20,7 +31,7 @@ from backends.control.records import (
     touch_record,
     write_record,
 )
-from backends.core.errors import ErrorInfo
+from triton_omni.backends.core.errors import ErrorInfo
 
 RUN = bytes(range(16))
 FULL = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.core.chunk import ITEM_BYTES, Chunk, Tensor, TensorSpec
+from triton_omni.backends.core.chunk import ITEM_BYTES, Chunk, Tensor, TensorSpec
 
 
 @pytest.mark.parametrize("dtype", [d for d in ITEM_BYTES if d != "bfloat16"])

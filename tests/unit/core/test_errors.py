@@ -7,8 +7,17 @@ import random
 
 import pytest
 
-from backends.core import errors
-from backends.core.errors import BY_CODE, BadRequest, ErrorInfo, Internal, OmniError, StageFailed, TooBusy, from_line
+from triton_omni.backends.core import errors
+from triton_omni.backends.core.errors import (
+    BY_CODE,
+    BadRequest,
+    ErrorInfo,
+    Internal,
+    OmniError,
+    StageFailed,
+    TooBusy,
+    from_line,
+)
 
 
 @pytest.mark.parametrize("kind", BY_CODE.values())

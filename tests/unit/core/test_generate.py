@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Message, Part, Sampling, decode_request, encode_request
-from backends.core.ids import RUN_ID_BYTES, new_request_id, new_run_id
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part, Sampling, decode_request, encode_request
+from triton_omni.backends.core.ids import RUN_ID_BYTES, new_request_id, new_run_id
 
 BAD = {
     "messages[0].role": {"messages": [{"role": "robot"}]},
@@ -82,7 +82,7 @@ def test_round_trip_of_everything():
 
 
 def test_deadlines_made_in_code_are_checked_too():
-    from backends.core.generate import Deadlines
+    from triton_omni.backends.core.generate import Deadlines
 
     for bad in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="queue_s must be a finite"):

@@ -7,10 +7,10 @@ import itertools
 
 import pytest
 
-from backends.core.chunk import Chunk
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Message, Part
-from backends.core.pipeline import (
+from triton_omni.backends.core.chunk import Chunk
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.core.pipeline import (
     Edge,
     EngineContext,
     Operation,

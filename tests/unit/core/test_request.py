@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
-from backends.core import request as life
-from backends.core.errors import Cancelled, DeadlineExceeded, StageFailed, Unavailable
-from backends.core.pipeline import Edge, Operation, Output, Pipeline, Stage
-from backends.core.request import (
+from triton_omni.backends.core import request as life
+from triton_omni.backends.core.errors import Cancelled, DeadlineExceeded, StageFailed, Unavailable
+from triton_omni.backends.core.pipeline import Edge, Operation, Output, Pipeline, Stage
+from triton_omni.backends.core.request import (
     STOPPED,
     Accepted,
     Arrived,

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from backends.core.engine import OptionsError
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Message, Part, Sampling
-from backends.core.pipeline import Pipeline
-from backends.diffusion.options import Defaults, Limits, read_options
-from backends.diffusion.wish import read_wish
-from backends.pipelines.image.pipeline import PIPELINE
-from backends.pipelines.qwen_image.pipeline import PIPELINE as QWEN_IMAGE
-from backends.pipelines.qwen_image_edit.pipeline import PIPELINE as EDITS
+from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part, Sampling
+from triton_omni.backends.core.pipeline import Pipeline
+from triton_omni.backends.diffusion.image_params import read_wish
+from triton_omni.backends.diffusion.options import Defaults, Limits, read_options
+from triton_omni.backends.pipelines.image.pipeline import PIPELINE
+from triton_omni.backends.pipelines.qwen_image.pipeline import PIPELINE as QWEN_IMAGE
+from triton_omni.backends.pipelines.qwen_image_edit.pipeline import PIPELINE as EDITS
 
 STAGE = "denoiser"
 SMALL = Limits(max_pixels=1024 * 1024, max_total_pixels=2 * 1024 * 1024)
@@ -253,8 +253,9 @@ def test_deploy_values_that_contradict_one_another_are_named(options: dict[str, 
 
 def test_the_pipeline_loads_without_torch() -> None:
     code = (
-        "import sys; import backends.pipelines.image.pipeline, backends.pipelines.qwen_image.pipeline; "
-        "import backends.pipelines.qwen_image_edit.pipeline; "
+        "import sys; import triton_omni.backends.pipelines.image.pipeline; "
+        "import triton_omni.backends.pipelines.qwen_image.pipeline; "
+        "import triton_omni.backends.pipelines.qwen_image_edit.pipeline; "
         "sys.exit(any(m in sys.modules for m in ('torch', 'diffusers', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

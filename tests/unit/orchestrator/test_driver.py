@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from backends.control import messages as msg
-from backends.core.chunk import TensorSpec
-from backends.core.errors import BadRequest, Internal, StageFailed, TooBusy, Unavailable
-from backends.core.generate import Deadlines, GenerateRequest, Message, Part
-from backends.core.ids import RUN_ID_BYTES
-from backends.orchestrator.driver import STOP_GRACE_S
-from backends.pipelines.toy.pipeline import PIPELINE
-from tests.kit.fake_front import ScriptedStage, chat, scene, sound
+from tests.kit.orchestrator_harness import ScriptedStage, chat, scene, sound
+from triton_omni.backends.control import messages as msg
+from triton_omni.backends.core.chunk import TensorSpec
+from triton_omni.backends.core.errors import BadRequest, Internal, StageFailed, TooBusy, Unavailable
+from triton_omni.backends.core.generate import Deadlines, GenerateRequest, Message, Part
+from triton_omni.backends.core.ids import RUN_ID_BYTES
+from triton_omni.backends.orchestrator.driver import STOP_GRACE_S
+from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 
 ORDER = ("wave", "frames", "tokens")  # consumers first
 

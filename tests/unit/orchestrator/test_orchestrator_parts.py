@@ -7,15 +7,15 @@ import random
 
 import pytest
 
-from backends.control.messages import RunStats, Transfer
-from backends.core.errors import BadRequest, TooBusy
-from backends.core.generate import GenerateRequest, Message, Part
-from backends.core.pipeline import Operation, Output, Pipeline, Stage
-from backends.orchestrator.admission import Admission
-from backends.orchestrator.check import check_request, check_request_id
-from backends.orchestrator.metrics import RUN_OUTCOMES, Metrics, Player
-from backends.pipelines.toy.pipeline import PIPELINE
 from perf import measures
+from triton_omni.backends.control.messages import RunStats, Transfer
+from triton_omni.backends.core.errors import BadRequest, TooBusy
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.core.pipeline import Operation, Output, Pipeline, Stage
+from triton_omni.backends.orchestrator.admission import Admission
+from triton_omni.backends.orchestrator.check import check_request, check_request_id
+from triton_omni.backends.orchestrator.metrics import RUN_OUTCOMES, Metrics, Player
+from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 
 
 def _no_engine(context):

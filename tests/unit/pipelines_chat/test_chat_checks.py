@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from backends.core.chunk import Chunk
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Message, Part
-from backends.pipelines.chat.adapters import text_of, transcript_of
-from backends.pipelines.chat.pipeline import PIPELINE
+from triton_omni.backends.core.chunk import Chunk
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.pipelines.chat.adapters import text_of, transcript_of
+from triton_omni.backends.pipelines.chat.pipeline import PIPELINE
 
 HELLO = (Message("user", "Hello"),)
 AUDIO = Part("audio", length=1, sample_rate=16_000)
@@ -96,8 +96,8 @@ def test_empty_chunks_and_empty_texts_are_told_apart() -> None:
 
 def test_the_graph_is_light_enough_for_the_triton_stub() -> None:
     heavy = {"torch", "scipy", "onnxruntime", "transformers", "vllm", "safetensors", "hibari", "yaml"}
-    code = "import sys, backends.pipelines.chat.pipeline; print(*sys.modules)"
+    code = "import sys, triton_omni.backends.pipelines.chat.pipeline; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     loaded = set(done.stdout.split())
-    assert "backends.pipelines.chat.thinker" in loaded
+    assert "triton_omni.backends.pipelines.chat.thinker" in loaded
     assert not heavy & loaded

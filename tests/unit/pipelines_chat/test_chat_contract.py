@@ -12,19 +12,19 @@ import pytest
 
 pytest.importorskip("hibari", reason="the engine environment is needed")
 
-from backends.codec.engine import CodecEngine, CodecOptions
-from backends.core.chunk import Tensor
-from backends.core.engine import Event, Finished, Output, Run, Send
-from backends.core.generate import GenerateRequest, Message, Part
-from backends.pipelines.chat.code2wav import BINS, HibariDecoder
-from backends.pipelines.chat.ear import Segment
-from backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
-from backends.pipelines.chat.sound import SAMPLE_RATE_HZ
-from backends.pipelines.chat.talker import TalkerEngine
-from backends.pipelines.chat.transcriber import TranscriberEngine
-from backends.pipelines.chat.voice import Voice
-from tests.kit import drive
+from tests.kit import engine_driver as drive
 from tests.kit.engine_contract import CHECKS, Subject, check_name
+from triton_omni.backends.codec.engine import CodecEngine, CodecOptions
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.engine import Event, Finished, Output, Run, Send
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.pipelines.chat.code2wav import BINS, HibariDecoder
+from triton_omni.backends.pipelines.chat.ear import Segment
+from triton_omni.backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
+from triton_omni.backends.pipelines.chat.sound import SAMPLE_RATE_HZ
+from triton_omni.backends.pipelines.chat.talker import TalkerEngine
+from triton_omni.backends.pipelines.chat.transcriber import TranscriberEngine
+from triton_omni.backends.pipelines.chat.voice import Voice
 
 VOICE = Voice()
 SOUND = np.linspace(-0.5, 0.5, 70 * SAMPLE_RATE_HZ, dtype=np.float32)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from backends.pipelines.chat.clauses import FIRST_CHARS, LONGEST_CHARS, Clauses, speakable
+from triton_omni.backends.pipelines.chat.clauses import FIRST_CHARS, LONGEST_CHARS, Clauses, speakable
 
 
 def whole(text: str) -> list[str]:

@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("scipy", reason="the engine environment is needed")
 
-from backends.codec.decoder import Window
-from backends.codec.engine import CodecEngine, CodecOptions
-from backends.core.errors import BadRequest
-from backends.pipelines.chat.code2wav import BINS, HibariDecoder, Phase, pitch_curve, pulse_train
-from backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
-from tests.kit import drive
+from tests.kit import engine_driver as drive
+from triton_omni.backends.codec.decoder import Window
+from triton_omni.backends.codec.engine import CodecEngine, CodecOptions
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.pipelines.chat.code2wav import BINS, HibariDecoder, Phase, pitch_curve, pulse_train
+from triton_omni.backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
 
 CLOSE = 1e-6
 

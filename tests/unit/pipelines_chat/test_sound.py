@@ -6,10 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.core.chunk import Tensor
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Message, Part
-from backends.pipelines.chat.sound import (
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.pipelines.chat.sound import (
     CUT_WITHIN_SAMPLES,
     SAMPLE_RATE_HZ,
     WINDOW_SAMPLES,

@@ -11,13 +11,13 @@ import pytest
 
 pytest.importorskip("hibari", reason="the engine environment is needed")
 
-from backends.core.engine import Event, Failed, Finished, Run, Send
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest
-from backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
-from backends.pipelines.chat.talker import QUEUE_CLAUSES, TalkerEngine
-from backends.pipelines.chat.voice import BINS, LONGEST_WORD, Voice, shortened
-from tests.kit import drive
+from tests.kit import engine_driver as drive
+from triton_omni.backends.core.engine import Event, Failed, Finished, Run, Send
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
+from triton_omni.backends.pipelines.chat.talker import QUEUE_CLAUSES, TalkerEngine
+from triton_omni.backends.pipelines.chat.voice import BINS, LONGEST_WORD, Voice, shortened
 
 TEXT = "Hello there. Dr. Smith has 3.14 apples, and you? 🎉 No stop at the end"
 

@@ -7,16 +7,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from backends.config.paths import models_dir
-from backends.core.chunk import Tensor
-from backends.core.engine import Finished, Output, Progress, Run, Send
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Message, Part
-from backends.pipelines.chat.align import Word, best_path, first_frames, loud_frames, words_at
-from backends.pipelines.chat.ear import Segment, WhisperEar
-from backends.pipelines.chat.sound import SAMPLE_RATE_HZ, WINDOW_SAMPLES
-from backends.pipelines.chat.transcriber import TranscriberEngine
-from tests.kit import drive
+from tests.kit import engine_driver as drive
+from triton_omni.backends.config.paths import models_dir
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.engine import Finished, Output, Progress, Run, Send
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.pipelines.chat.align import Word, best_path, first_frames, loud_frames, words_at
+from triton_omni.backends.pipelines.chat.ear import Segment, WhisperEar
+from triton_omni.backends.pipelines.chat.sound import SAMPLE_RATE_HZ, WINDOW_SAMPLES
+from triton_omni.backends.pipelines.chat.transcriber import TranscriberEngine
 
 
 class LevelEar:

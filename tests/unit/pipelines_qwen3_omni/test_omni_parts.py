@@ -9,12 +9,12 @@ import sys
 import numpy as np
 import pytest
 
-from backends.core.chunk import Chunk, Tensor
-from backends.core.errors import BadRequest
-from backends.core.generate import GenerateRequest, Message, Part
-from backends.pipelines.qwen3_omni.adapters import piece_of
-from backends.pipelines.qwen3_omni.pipeline import PIPELINE
-from backends.pipelines.qwen3_omni_text.pipeline import PIPELINE as TEXT_ALONE
+from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.pipelines.qwen3_omni.adapters import piece_of
+from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
+from triton_omni.backends.pipelines.qwen3_omni_text.pipeline import PIPELINE as TEXT_ALONE
 
 CHAT = GenerateRequest(messages=(Message("user", "hello"),))
 
@@ -31,7 +31,7 @@ def test_text_alone_opens_no_speech_stage():
 
 def test_the_graph_needs_no_engine_library():
     code = (
-        "import sys, backends.pipelines.qwen3_omni.pipeline; "
+        "import sys, triton_omni.backends.pipelines.qwen3_omni.pipeline; "
         "assert not {'torch', 'vllm', 'transformers', 'PIL', 'scipy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -9,16 +9,16 @@ import sys
 import numpy as np
 import pytest
 
-from backends.core.chunk import Chunk, Tensor
-from backends.core.engine import Failed, Finished, Output, Progress, Send
-from backends.core.errors import BadRequest, StageFailed
-from backends.core.generate import GenerateRequest, Message, Part
-from backends.core.pipeline import EngineContext
-from backends.pipelines import load
-from backends.pipelines.toy import engines
-from backends.pipelines.toy.pipeline import PIPELINE, check
 from tests.kit.engine_contract import CHECKS, Subject, check_name, feed_all
-from tests.kit.fake_stub import chat
+from tests.kit.worker_harness import chat
+from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.engine import Failed, Finished, Output, Progress, Send
+from triton_omni.backends.core.errors import BadRequest, StageFailed
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines import load
+from triton_omni.backends.pipelines.toy import engines
+from triton_omni.backends.pipelines.toy.pipeline import PIPELINE, check
 
 
 def make(stage):
@@ -99,8 +99,10 @@ def test_misbehaviour_on_request():
 
 def test_dying_on_request_is_a_kill():
     code = (
-        "from backends.core.engine import Run; from backends.pipelines.toy.pipeline import PIPELINE\n"
-        "from backends.core.pipeline import EngineContext; from backends.core.generate import GenerateRequest\n"
+        "from triton_omni.backends.core.engine import Run\n"
+        "from triton_omni.backends.pipelines.toy.pipeline import PIPELINE\n"
+        "from triton_omni.backends.core.pipeline import EngineContext\n"
+        "from triton_omni.backends.core.generate import GenerateRequest\n"
         "engine = PIPELINE.stage('tokens').engine(EngineContext('toy', 'tokens', {}))\n"
         "engine.open(Run(b'r', 'r', GenerateRequest(stages={'tokens': {'die_after': 0}})))\n"
         "engine.step()\n"

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from backends.core.engine import Finished, Output, Run
-from backends.core.generate import GenerateRequest, Sampling
-from backends.pipelines.toy.engines import ToyEngine, tokens
+from triton_omni.backends.core.engine import Finished, Output, Run
+from triton_omni.backends.core.generate import GenerateRequest, Sampling
+from triton_omni.backends.pipelines.toy.engines import ToyEngine, tokens
 
 
 def test_only_every_so_many_th_output_goes_to_the_client():

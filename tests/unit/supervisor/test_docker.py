@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from backends.supervisor import serve
-from backends.supervisor.home import REPO
+from triton_omni.backends.supervisor.home import REPO
+from triton_omni.backends.supervisor.serve import command as serve
 
 DOCKER = REPO / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from backends.supervisor.doctor import engine_line, usage, versions
+from triton_omni.backends.supervisor.doctor import engine_line, usage, versions
 
 
 def test_versions() -> None:

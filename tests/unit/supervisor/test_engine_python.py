@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from backends.config.paths import ENGINE_PYTHON_VARIABLE
+from triton_omni.backends.config.paths import ENGINE_PYTHON_VARIABLE
 
 TIMEOUT_S = 60.0
 
@@ -18,7 +18,7 @@ def test_an_engine_python_that_is_a_script_is_started_once(tmp_path: Path) -> No
     script.parent.mkdir()
     script.write_text(f'#!/bin/sh\necho start >> {starts}\nexec {sys.executable} "$@"\n')
     script.chmod(0o700)
-    command = [sys.executable, "-m", "backends.supervisor", "--help"]
+    command = [sys.executable, "-m", "triton_omni.backends.supervisor", "--help"]
     done = subprocess.run(
         command, env={**os.environ, ENGINE_PYTHON_VARIABLE: str(script)}, capture_output=True, timeout=TIMEOUT_S
     )

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.supervisor.launch import LOCAL, Api, Launch, Ports, check_ports, free_ports, log_errors
-from backends.supervisor.locate import Server
-from backends.supervisor.problem import Problem
-from backends.supervisor.rundir import RunDir
+from triton_omni.backends.supervisor.errors import Problem
+from triton_omni.backends.supervisor.serve.launch import LOCAL, Api, Launch, Ports, check_ports, free_ports, log_errors
+from triton_omni.backends.supervisor.serve.locate import Server
+from triton_omni.backends.supervisor.serve.run_folder import RunDir
 
 SERVER = Server(Path("/t/bin/tritonserver"), Path("/t/backends"), {"PATH": "/stub/bin:/usr/bin", "A": "b c"}, False)
 RUN_DIR = RunDir(Path("/tmp/omni-run-x"), "omnix_", 1, 2)

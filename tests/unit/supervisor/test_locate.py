@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from backends.supervisor.home import Home
-from backends.supervisor.locate import find_libpython, find_server, link_libpython
-from backends.supervisor.problem import Problem
+from triton_omni.backends.supervisor.errors import Problem
+from triton_omni.backends.supervisor.home import Home
+from triton_omni.backends.supervisor.serve.locate import find_libpython, find_server, link_libpython
 
 
 def local_home(root: Path) -> Home:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from backends.supervisor import processes
+from triton_omni.backends.supervisor.serve import processes
 
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
 POLITE = "import time; print(1, flush=True); time.sleep(600)"

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from backends.supervisor import processes, rundir
+from triton_omni.backends.supervisor.serve import processes
+from triton_omni.backends.supervisor.serve import run_folder as rundir
 
 
 @pytest.fixture(autouse=True)

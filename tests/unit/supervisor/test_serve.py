@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from backends.supervisor import rundir
-from backends.supervisor.problem import Problem
-from backends.supervisor.serve import public_models, repositories, written
+from triton_omni.backends.supervisor.errors import Problem
+from triton_omni.backends.supervisor.serve import run_folder as rundir
+from triton_omni.backends.supervisor.serve.command import public_models, repositories, written
 
 DEPLOY = "pipeline: toy\nstages: {tokens: , frames: , wave: {device: cuda, gpus: [1]}}\n"
 

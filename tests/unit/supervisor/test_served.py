@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from backends.supervisor.served import served
+from triton_omni.backends.supervisor.serve.served import served
 
 INTERPRETER = """#!/bin/sh
 printf '{"home": "%s", "models": "%s"}' "$TRITON_OMNI_HOME" "$TRITON_OMNI_MODELS" > "$6.new"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fcntl
+import subprocess
 import sys
 import threading
 import zipfile
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from backends.supervisor import child, setup, stamps, steps
-from backends.supervisor.home import Home
-from backends.supervisor.pip import Requirement, explain, pip_arguments, read_requirements
-from backends.supervisor.problem import Problem
-from backends.supervisor.selfcheck import check_server
-from backends.supervisor.stamps import Step, only_one, run_steps
+from triton_omni.backends.supervisor import bootstrap
+from triton_omni.backends.supervisor.errors import Problem
+from triton_omni.backends.supervisor.home import Home
+from triton_omni.backends.supervisor.setup import __main__ as setup
+from triton_omni.backends.supervisor.setup import child, steps
+from triton_omni.backends.supervisor.setup.pip import Requirement, explain, pip_arguments, read_requirements
+from triton_omni.backends.supervisor.setup.self_check import check_server
+from triton_omni.backends.supervisor.setup.stamps import Step, only_one, run_steps
 
 
 def quiet(text: str) -> None:
@@ -93,13 +96,13 @@ def test_a_second_setup_waits_for_the_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [(3, 11, 2), (3, 12, 0)])
 def test_supported_python(version: tuple[int, ...]) -> None:
-    assert setup.python_problem(version) == ""
+    assert bootstrap.python_problem(version) == ""
 
 
 @pytest.mark.parametrize("version", [(2, 7, 18), (3, 10, 1), (3, 13, 0)])
 def test_other_pythons_are_refused_with_the_way_out(version: tuple[int, ...]) -> None:
-    text = setup.python_problem(version)
-    assert f"{version[0]}.{version[1]}" in text and "3.11" in text and "Way out" in text
+    text = bootstrap.python_problem(version)
+    assert f"{version[0]}.{version[1]}" in text and "3.11" in text and "Workaround" in text
 
 
 CPU_TORCH = """
@@ -195,13 +198,11 @@ def test_steps_of_a_pipeline_with_weights_are_found(tmp_path: Path, monkeypatch:
 
 def test_setup_needs_nothing_but_the_standard_library() -> None:
     """Set-up runs before anything is installed: its imports, run in a Python that sees no packages."""
-    import subprocess
-    import sys
-
-    code = "import backends.supervisor.setup, backends.supervisor.steps, backends.supervisor.selfcheck"
-    subprocess.run(
-        [sys.executable, "-S", "-c", code], check=True, cwd=stamps.__file__.split("/backends/")[0], timeout=60
+    code = (
+        f"import runpy; map_packages = runpy.run_path({bootstrap.__file__!r})['map_packages']; map_packages()\n"
+        "import triton_omni.backends.supervisor.setup.__main__"
     )
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, cwd="/", timeout=60)
 
 
 def test_the_engine_environments_build_is_seen_in_it_and_stays(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from backends.supervisor import torchvision_hook
+from triton_omni.backends.supervisor.setup import torchvision_hook
 
 REGISTRATIONS = """
 @register_meta("roi_align")
@@ -52,7 +52,7 @@ def run(folder: Path, code: str) -> str:
     lines = [
         "import sys",
         f"sys.path.insert(0, {str(folder)!r})",
-        "from backends.supervisor import torchvision_hook as h",
+        "from triton_omni.backends.supervisor.setup import torchvision_hook as h",
     ]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join([*lines, code])], capture_output=True, text=True, timeout=60, check=False

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from backends.control.records import Role, State
-from backends.supervisor.watch import (
+from triton_omni.backends.control.records import Role, State
+from triton_omni.backends.supervisor.serve.watch import (
     Action,
     Bounds,
     GiveUp,

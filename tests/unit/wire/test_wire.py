@@ -8,9 +8,9 @@ import json
 import msgspec
 import pytest
 
-from backends import wire
-from backends.core.errors import BadRequest
-from backends.wire import Event, decode_event, encode_event, short_form, with_stream
+from triton_omni.backends import wire
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.wire import Event, decode_event, encode_event, short_form, with_stream
 
 
 def test_events_round_trip_and_leave_out_what_is_empty():

@@ -9,16 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backends.connectors.base import INLINE_BYTES, WINDOW_CHUNKS
-from backends.control import messages as msg
-from backends.control.hub import Peer
-from backends.core.chunk import Chunk, Tensor
-from backends.core.engine import Finished, Output, Progress, Run, Send
-from backends.core.generate import GenerateRequest
-from backends.core.pipeline import EngineContext
-from backends.pipelines.toy.engines import SAMPLES_PER_FRAME, sine
-from backends.pipelines.toy.pipeline import PIPELINE
-from tests.kit.fake_stub import bench, chat, chunk
+from tests.kit.worker_harness import bench, chat, chunk
+from triton_omni.backends.connectors.base import INLINE_BYTES, WINDOW_CHUNKS
+from triton_omni.backends.control import messages as msg
+from triton_omni.backends.control.hub import Peer
+from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.engine import Finished, Output, Progress, Run, Send
+from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.toy.engines import SAMPLES_PER_FRAME, sine
+from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 
 RUN = b"r" * 16
 

@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from backends.control import messages as msg
-from backends.core.engine import Output, Send
-from backends.core.pipeline import EngineContext
-from backends.pipelines.toy.pipeline import PIPELINE
-from tests.kit.fake_stub import bench, chat
+from tests.kit.worker_harness import bench, chat
+from triton_omni.backends.control import messages as msg
+from triton_omni.backends.core.engine import Output, Send
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 
 STEPS = 5
 

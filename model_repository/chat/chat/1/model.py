@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public model of pipeline `chat`: its orchestrator. Written by `make repository`."""
 
-from backends.triton.orchestrator import TritonPythonModel  # noqa: F401
+from triton_omni.backends.triton.orchestrator import TritonPythonModel  # noqa: F401

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage `talker` of pipeline `chat`. Written by `make repository`."""
 
-from backends.triton.stage import TritonPythonModel  # noqa: F401
+from triton_omni.backends.triton.stage import TritonPythonModel  # noqa: F401

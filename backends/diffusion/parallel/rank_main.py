@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of one rank of an instance. Started by ranks.py, never by hand.
+
+Light, so that the process ends with its engine from its first moment on, also while torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from triton_omni.backends.telemetry import logs
+
+
+def main() -> int:
+    """Load, join, serve until the engine's end of the socket closes."""
+    parser = argparse.ArgumentParser(prog="triton_omni.backends.diffusion.parallel.rank_main")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="the model, in diffusers layout")
+    parser.add_argument("--fd", type=int, required=True, help="our end of the engine's socket pair")
+    parser.add_argument("--store", type=int, required=True, help="file descriptor of where the ranks meet")
+    parser.add_argument("--device", required=True, help="cpu or cuda")
+    parser.add_argument("--options", required=True, help="the stage's engine options as JSON")
+    args = parser.parse_args()
+    threading.Thread(target=_exit_with_engine, args=(args.fd,), name="watch-dog", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the engine says when we end
+    handler = logs.stderr_handler(f"%(levelname).1s %(asctime)s rank {args.rank} %(message)s", rank=str(args.rank))
+    logging.basicConfig(level=logs.level(), handlers=[handler])
+
+    from triton_omni.backends.diffusion.parallel.rank_worker import serve
+
+    return serve(socket.socket(fileno=args.fd), args.rank, args.folder, args.device, args.store, args.options)
+
+
+def _exit_with_engine(fd: int) -> None:
+    """End the process when the engine's end of the socket closes, also inside a forward or a collective."""
+    poller = select.poll()
+    poller.register(fd, select.POLLHUP | select.POLLRDHUP)
+    poller.poll()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

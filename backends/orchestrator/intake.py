@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where calls arrive: those about the server are answered here, requests are checked and queued."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from triton_omni.backends.config.schema import OrchestratorDeploy
+from triton_omni.backends.control.records import State
+from triton_omni.backends.core import request as life
+from triton_omni.backends.core.errors import BadRequest, Internal, OmniError
+from triton_omni.backends.core.ids import new_run_id
+from triton_omni.backends.core.pipeline import Pipeline
+from triton_omni.backends.orchestrator.admission import Admission
+from triton_omni.backends.orchestrator.check import check_request, check_request_id
+from triton_omni.backends.orchestrator.metrics import Metrics
+from triton_omni.backends.orchestrator.ports import Front, Piece
+from triton_omni.backends.orchestrator.request_state import Arrival, Collected, Limits, Live
+from triton_omni.backends.wire import WIRE_VERSION, Event
+
+log = logging.getLogger("triton_omni.orchestrator")
+
+SHOWN_REQUESTS = 100
+ABORT = "abort"  # why a request was cancelled
+
+
+class Door:
+    """All live requests of one pipeline, and who may join them."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        deploy: OrchestratorDeploy,
+        metrics: Metrics,
+        stage_states: Callable[[], dict[str, dict[str, Any]]],
+        state: Callable[[], State],
+        apply: Callable[[Live, life.Event], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`apply` brings an event to a request; `state` is the orchestrator's own, `stage_states` its stages'."""
+        self.lives: dict[bytes, Live] = {}
+        self.admission: Admission[Live] = Admission(deploy.max_live, deploy.max_queue)
+        self._pipeline = pipeline
+        self._deploy = deploy
+        self._metrics = metrics
+        self._stage_states = stage_states
+        self._state = state
+        self._apply = apply
+        self._clock = clock
+
+    def take(self, arrival: Arrival) -> None:
+        """Answer a call, or queue its request."""
+        try:
+            check_request_id(arrival.request_id)
+            match arrival.request.operation:
+                case "health":
+                    arrival.front.end(Piece(self.health(arrival.request_id)))
+                case "requests":
+                    arrival.front.end(Piece(self._requests(arrival.request_id)))
+                case "abort":
+                    arrival.front.end(Piece(self._abort(arrival)))
+                case _:
+                    self._queue(arrival)
+        except OmniError as error:
+            self.refuse(arrival.front, error)
+        except Exception as error:  # the loop border: a bug in a pipeline's check must not leave a client waiting
+            request_id = arrival.request_id
+            log.exception("request %s could not be checked", request_id, extra={"request_id": request_id})
+            self.refuse(arrival.front, Internal(f"{type(error).__name__}: {error}"))
+
+    def refuse(self, front: Front, error: OmniError) -> None:
+        """End a request at the door: it took no time."""
+        self._metrics.ended(error.code, 0.0, {})
+        front.fail(error)
+
+    def _queue(self, arrival: Arrival) -> None:
+        check_request(self._pipeline, arrival.request, arrival.media)
+        machine = life.Request(
+            self._pipeline, self._pipeline.wanted(arrival.request), self._pipeline.needed(arrival.request)
+        )
+        limits = Limits.of(arrival.request, self._deploy)
+        collected = None if arrival.request.stream else Collected()
+        live = Live(new_run_id(), arrival, machine, limits, self._clock(), collected=collected)
+        self.admission.join(live, arrival.request.priority)
+        self.lives[live.run] = live
+        arrival.front.bind(live.run)
+
+    def _abort(self, arrival: Arrival) -> Event:
+        """End every request that carries the target id; answers how many there were. Idempotent."""
+        target = arrival.request.target
+        if not target:
+            raise BadRequest("an abort needs the id of the request to end", "target")
+        working = [live for live in self.lives.values() if live.machine.outcome is None]
+        found = [live for live in working if live.arrival.request_id == target]
+        for live in found:
+            self._apply(live, life.Cancelled(ABORT))
+        return Event("end", arrival.request_id, outcome="completed", finish_reason="stop", meta={"aborted": len(found)})
+
+    def health(self, request_id: str = "") -> Event:
+        """The pipeline's state: ready if runs can be opened and every stage has a ready instance."""
+        stages = self._stage_states()
+        for stage in self._pipeline.stages:
+            bound = sum(1 for live in self.lives.values() if stage.name in live.machine.open_runs)
+            stages.setdefault(stage.name, {"state": "missing", "instances": 0})["live"] = bound
+        ready = self._state() == "ready" and all(s["state"] == "ready" for s in stages.values())
+        meta = {
+            "pipeline": self._pipeline.name,
+            "version": WIRE_VERSION,
+            "ready": ready,
+            "stages": stages,
+            "live": len(self.admission.live),
+            "queued": self.admission.queued,
+            "operations": [o.name for o in self._pipeline.operations],
+            "about": dict(self._pipeline.about),
+        }
+        return Event("health", request_id, meta=meta)
+
+    def _requests(self, request_id: str) -> Event:
+        """The oldest requests that are not forgotten yet, beside what `health` says."""
+        now = self._clock()
+        oldest = sorted(self.lives.values(), key=lambda live: live.arrived_s)[:SHOWN_REQUESTS]
+        event = self.health(request_id)
+        event.meta["requests"] = [live.summary(now) for live in oldest]
+        return event

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request in the orchestrator: its machine and everything that is bound to it. Dropping it ends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton_omni.backends.config.schema import OrchestratorDeploy
+from triton_omni.backends.control.hub import Peer
+from triton_omni.backends.control.messages import RunStats, Transfer
+from triton_omni.backends.core.chunk import Chunk, Tensor, TensorSpec
+from triton_omni.backends.core.errors import DeadlineExceeded
+from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.request import End, Outcome, Request
+from triton_omni.backends.orchestrator.metrics import Player
+from triton_omni.backends.orchestrator.ports import Front, Piece
+from triton_omni.backends.wire import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request as the Triton room hands it over. `inputs` holds its media tensors, opaque to us."""
+
+    front: Front
+    request_id: str
+    request: GenerateRequest
+    media: dict[str, int]
+    inputs: Any
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The request's deadlines in seconds, 0 = none: its own where given, else the deploy's."""
+
+    queue_s: float
+    first_output_s: float
+    stall_s: float
+    total_s: float
+
+    @classmethod
+    def of(cls, request: GenerateRequest, deploy: OrchestratorDeploy) -> Limits:
+        own = request.deadlines
+
+        def pick(given: float | None, default: float) -> float:
+            return default if given is None else given
+
+        return cls(
+            pick(own.queue_s, deploy.queue_s),
+            pick(own.first_output_s, deploy.first_output_s),
+            pick(own.stall_s, deploy.stall_s),
+            pick(own.total_s, deploy.total_s),
+        )
+
+
+@dataclass
+class Collected:
+    """Outputs of a request with stream=false, joined into its one response."""
+
+    text: list[str] = field(default_factory=list[str])
+    tensors: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
+    metas: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    tool_calls: list[Any] = field(default_factory=list[Any])
+
+    def add(self, chunk: Chunk) -> None:
+        """Copy one piece: its chunk goes back to the stage at once."""
+        if "text" in chunk.meta:
+            self.text.append(chunk.meta["text"])
+        self.tool_calls += chunk.meta.get("tool_calls", ())
+        if chunk.meta.get("partial"):
+            return  # a preview has no place in the one final response
+        for tensor in chunk.tensors:
+            copied = Tensor(tensor.spec, bytes(memoryview(tensor.data).cast("B")) if tensor.spec.nbytes else b"")
+            self.tensors.setdefault(tensor.name, []).append(copied)
+            self.metas[tensor.name] = {k: v for k, v in chunk.meta.items() if k != "text"}
+
+    def joined(self) -> tuple[Tensor, ...]:
+        """Pieces of one output along their first axis; pictures are stacked below each other likewise."""
+        joined: list[Tensor] = []
+        for name, pieces in self.tensors.items():
+            spec = pieces[0].spec
+            rows = sum(p.spec.shape[0] for p in pieces)
+            whole = TensorSpec(name, spec.dtype, (rows, *spec.shape[1:]))
+            joined.append(Tensor(whole, b"".join(p.data for p in pieces)))
+        return tuple(joined)
+
+
+@dataclass(eq=False, slots=True)
+class StageRun:
+    """One run of a request, from its Open on.
+
+    peer        link to its worker; to its stub until the worker has accepted
+    address     where the worker that accepted listens
+    accepted_s  when the run was known to be in a worker
+    handle      the opener's, from "opened" until it is put away
+    closing     set while a run that has ended waits for its handle: True if its worker died
+    stats       what its worker measured, once it has ended
+    """
+
+    peer: Peer | None = None
+    address: str = ""
+    accepted_s: float | None = None
+    handle: Any = None
+    closing: bool | None = None
+    stats: RunStats | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Sent:
+    """What was sent of one output: when the first and the latest piece came, and what they were in all."""
+
+    first_s: float
+    last_s: float
+    transfer: Transfer = field(default_factory=Transfer)
+
+
+@dataclass(eq=False, slots=True)
+class Live:
+    """One request from arrival to Done.
+
+    run        names this attempt in all processes
+    runs       by stage, of the stages that were opened
+    sent       by output
+    waiting    bytes of output not yet taken by Triton
+    delivered  usage counts of what was sent, for a request that is cut short
+    end        set once, with `ended_s`
+    """
+
+    run: bytes
+    arrival: Arrival
+    machine: Request
+    limits: Limits
+    arrived_s: float
+    admitted_s: float | None = None
+    ended_s: float | None = None
+    heard_s: float = 0.0
+    runs: dict[str, StageRun] = field(default_factory=dict[str, StageRun])
+    sent: dict[str, Sent] = field(default_factory=dict[str, Sent])
+    collected: Collected | None = None
+    waiting: int = 0
+    delivered: dict[str, float] = field(default_factory=dict[str, float])
+    player: Player = field(default_factory=Player)
+    end: End | None = None
+
+    def count(self, output: str, chunk: Chunk) -> None:
+        """Add a piece that is sent to what was delivered."""
+        if output == "text" and "token_ids" in chunk.meta:
+            name, more = "completion_tokens", len(chunk.meta["token_ids"])
+        elif output == "audio":
+            name, more = "audio_samples", sum(tensor.spec.shape[0] for tensor in chunk.tensors)
+        elif output == "image" and not chunk.meta.get("partial"):
+            name, more = "images", len(chunk.tensors)
+        else:
+            return
+        self.delivered[name] = self.delivered.get(name, 0) + more
+
+    def expired(self, now_s: float) -> DeadlineExceeded | None:
+        """The deadline that has passed, if any."""
+        limits = self.limits
+        if self.admitted_s is None:
+            passed, limit, where = now_s - self.arrived_s, limits.queue_s, "queue"
+        elif not self.sent:
+            passed, limit = now_s - self.admitted_s, limits.first_output_s
+            where = f"first output of {self.stuck_at}"
+        else:
+            passed, limit, where = now_s - self.heard_s, limits.stall_s, self.silent_at
+        if limit and passed > limit:
+            return DeadlineExceeded(f"nothing for {passed:.1f} s (limit {limit:g} s)", where)
+        if limits.total_s and now_s - self.arrived_s > limits.total_s:
+            return DeadlineExceeded(f"not done after {limits.total_s:g} s", "total")
+        return None
+
+    @property
+    def forgettable(self) -> bool:
+        """True when the machine is done and all handles are put away."""
+        over = self.machine.outcome is not None and not self.machine.open_runs
+        return over and all(run.closing is None for run in self.runs.values())
+
+    @property
+    def phase(self) -> str:
+        """Where the request is in its life, in a word."""
+        if self.machine.outcome is not None:
+            return "ending"
+        if self.admitted_s is None:
+            return "waiting"
+        return "opening" if not self.sent else "answering"
+
+    def summary(self, now_s: float) -> dict[str, Any]:
+        """The request for a person who watches the server."""
+        return {
+            "id": self.arrival.request_id,
+            "operation": self.arrival.request.operation,
+            "age_s": round(now_s - self.arrived_s, 3),
+            "phase": self.phase,
+            "stages": self.machine.open_runs,
+            "pieces": dict(self.machine.emitted),
+        }
+
+    @property
+    def stuck_at(self) -> str:
+        """The stage that the request waits for: the first of the chain that has not ended."""
+        producers_first = reversed(list(self.machine.runs))
+        return next((s for s in producers_first if s in self.machine.open_runs), self.machine.final_output)
+
+    @property
+    def silent_at(self) -> str:
+        """Where nothing moves: the edge behind the stage that the request waits for, or the stage if it is the last."""
+        stage = self.stuck_at
+        waiting = self.machine.pipeline.downstream(stage, self.machine.open_runs)
+        return f"{stage}->{min(waiting)}" if waiting else f"stall of {stage}"
+
+    def usage(self, end: End) -> dict[str, float]:
+        """What the stages counted; of a request cut short, what was delivered of the outputs still in work."""
+        return dict(end.usage) if end.outcome is Outcome.COMPLETED else self.delivered | end.usage
+
+    def end_piece(self, end: End, now_s: float) -> Piece:
+        """The last response, with the whole output if the client does not stream."""
+        timings = {f"first_{name}_s": sent.first_s - self.arrived_s for name, sent in self.sent.items()}
+        timings["queue_s"] = (self.admitted_s if self.admitted_s is not None else now_s) - self.arrived_s
+        timings["total_s"] = now_s - self.arrived_s
+        meta: dict[str, Any] = {}
+        text, tensors = None, ()
+        if self.collected is not None:
+            tensors = self.collected.joined()
+            text = "".join(self.collected.text) if "text" in self.machine.emitted else None
+            for name in self.collected.metas:
+                meta |= self.collected.metas[name] | {f"{name}_pieces": len(self.collected.tensors[name])}
+            if self.collected.tool_calls:
+                meta["tool_calls"] = self.collected.tool_calls
+        event = Event(
+            "end", self.arrival.request_id, end.output, end.stage, sum(self.machine.emitted.values()), meta,
+            end.outcome.value, end.finish_reason, self.usage(end), {k: round(v, 6) for k, v in timings.items()},
+        )  # fmt: skip
+        return Piece(event, text, tensors)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stub tells the rest of the system of itself: its instance's record, and that it is alive and not stuck."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from triton_omni.backends.config import paths
+from triton_omni.backends.control.records import InstanceRecord, Role, State, remove_record, touch_record, write_record
+
+BEAT_S = 0.25  # readers call a record stuck that is older than records.SILENT_S
+
+
+class Presence:
+    """One instance's record. Driven by the stub's loop in every turn: a loop that stands still falls silent."""
+
+    def __init__(self, run_dir: Path, model: str, instance: str, role: Role, address: str) -> None:
+        pid = os.getpid()
+        self._run_dir = run_dir
+        self._written = False
+        self._beat_s = 0.0
+        self._record = InstanceRecord(
+            model=model,
+            instance=instance,
+            role=role,
+            pid=pid,
+            start_time=paths.start_time(pid),
+            state="starting",
+            address=address,
+        )
+
+    def say(self, state: State, worker_pid: int = 0, restarts: int = 0, ready_s: float = 0.0) -> None:
+        """Write the record if something changed; otherwise touch it, now and then."""
+        now = time.monotonic()
+        record = msgspec.structs.replace(
+            self._record, state=state, worker_pid=worker_pid, restarts=restarts, ready_s=round(ready_s, 3)
+        )
+        if record != self._record or not self._written:
+            self._record, self._written = record, True
+            write_record(self._run_dir, record)
+        elif now - self._beat_s >= BEAT_S:
+            touch_record(self._run_dir, record.model, record.instance)
+        else:
+            return
+        self._beat_s = now
+
+    def remove(self) -> None:
+        remove_record(self._run_dir, self._record.model, self._record.instance)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stage believes of an `open` tensor. Any client of the server can send one; only the orchestrator should.
+
+An Open that could not be from this server's orchestrator is refused: every address must lie in the server's private
+folder, whose name no client knows, and the message must fit the stage. So a client can neither make a worker connect
+to a socket of its choice nor bring it into a state that its loop does not know.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from triton_omni.backends import wire
+from triton_omni.backends.control import messages as msg
+from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.ids import RUN_ID_BYTES
+from triton_omni.backends.core.pipeline import Pipeline
+
+
+def read_open(data: bytes, pipeline: Pipeline, stage: str, run_dir: Path, has_inputs: bool) -> msg.Open:
+    """The Open in `data`; raises BadRequest if it cannot be from this server's orchestrator."""
+    try:
+        message = msg.decode(data)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"not an Open message: {error}", wire.OPEN) from None
+    if not isinstance(message, msg.Open):
+        raise BadRequest("not an Open message", wire.OPEN)
+    addresses = (message.reply, *message.consumers.values())
+    sources = {e.source for e in pipeline.edges if e.target == stage}
+    targets = {e.target for e in pipeline.edges if e.source == stage}
+    made = {o.name for o in pipeline.outputs if o.stage == stage}
+    genuine = (
+        len(message.run) == RUN_ID_BYTES
+        and all(Path(address).parent == run_dir for address in addresses)
+        and not message.direct
+        and message.has_inputs == has_inputs
+        and sources.issuperset(message.upstream)
+        and targets.issuperset(message.consumers)
+        and made.issuperset(message.wanted)
+        and message.stall_s >= 0
+    )
+    if not genuine:
+        raise BadRequest("this input belongs to the orchestrator of this server", wire.OPEN)
+    return message

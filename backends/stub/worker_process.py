@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a stage's engine worker and starts it again when it dies, with back-off and a point where it gives up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from triton_omni.backends.control.records import State
+
+log = logging.getLogger("triton_omni.keeper")
+
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 30.0
+STEADY_S = 60.0  # a worker that lived so long was healthy: its death starts the back-off anew
+GIVE_UP_AFTER = 8  # deaths in a row; later starts would only repeat the same failure
+TERMINATE_S = 10.0
+# The stub's own path settings must not reach an interpreter of another environment.
+_DROPPED = ("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "LD_PRELOAD", "__PYVENV_LAUNCHER__")
+
+
+@dataclass
+class Backoff:
+    """When to start again; pure."""
+
+    deaths: int = 0
+
+    def died(self, lived_s: float) -> float | None:
+        """Seconds to wait after a death, or None to give up."""
+        self.deaths = 1 if lived_s >= STEADY_S else self.deaths + 1
+        if self.deaths >= GIVE_UP_AFTER:
+            return None
+        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self.deaths - 1))
+
+
+@dataclass(frozen=True)
+class Command:
+    """How to start a worker: the interpreter, the module's arguments and variables of its own."""
+
+    python: Path
+    arguments: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class Keeper:
+    """One worker process. Driven by the stub's loop, which brings the time."""
+
+    def __init__(self, command: Command) -> None:
+        self.state: State = "starting"
+        self.restarts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.started_s = 0.0
+        self.ready_s: float | None = None
+        self.retry_s = 0.0
+        self._command = command
+        self._backoff = Backoff()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None else 0
+
+    def start(self, now_s: float) -> socket.socket:
+        """Start the worker; returns our end of its socket pair."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            environment = {k: v for k, v in os.environ.items() if k not in _DROPPED}
+            environment |= {"PYTHONUTF8": "1", "PYTHONUNBUFFERED": "1"} | dict(self._command.environment)
+            self.process = subprocess.Popen(
+                [
+                    *(str(self._command.python), "-m", "triton_omni.backends.worker", "--fd", str(theirs.fileno())),
+                    *self._command.arguments,
+                ],
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                cwd="/",
+            )
+        self.started_s = now_s
+        self.ready_s = None
+        self.state = "starting" if self.restarts == 0 else "restarting"
+        return ours
+
+    def is_ready(self, now_s: float) -> None:
+        """Note that the worker serves; only from now on does its life count as healthy."""
+        self.ready_s = now_s
+        self.state = "ready"
+
+    def died(self, now_s: float) -> None:
+        """Note the worker's death and plan the next start."""
+        self.kill()
+        pause = self._backoff.died(0.0 if self.ready_s is None else now_s - self.ready_s)
+        if pause is None:
+            self.state = "gave_up"
+            log.error("the worker died %d times in a row; giving up", self._backoff.deaths)
+        else:
+            self.state = "restarting"
+            self.restarts += 1
+            self.retry_s = now_s + pause
+            log.warning("the worker died; next start in %.1f s", pause)
+
+    def due(self, now_s: float) -> bool:
+        """True if it is time to start the worker again."""
+        return self.process is None and self.state == "restarting" and now_s >= self.retry_s
+
+    def kill(self) -> None:
+        """End the process now, if it still runs."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def stop(self) -> None:
+        """End the process: ask, then kill."""
+        if self.process is None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(TERMINATE_S)
+        except subprocess.TimeoutExpired:
+            log.warning("the worker did not end within %g s", TERMINATE_S)
+        self.kill()

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports, flags and environment of one tritonserver, its start and its state. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import http
+import http.client
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triton_omni.backends.config.paths import RUN_DIR_VARIABLE
+from triton_omni.backends.supervisor.errors import Problem
+from triton_omni.backends.supervisor.serve import processes
+from triton_omni.backends.supervisor.serve.locate import Server
+from triton_omni.backends.supervisor.serve.run_folder import RunDir
+from triton_omni.backends.supervisor.setup.child import clean_environment
+
+LOCAL = "127.0.0.1"
+KEY_HEADER = "triton-omni-key"
+RESTRICTED = "model-repository,shared-memory"
+_TAIL_LINES = 25
+_SEARCHED_LINES = 2000
+_SHOWN_ERRORS = 6
+_ERROR_CHARS = 600
+_ERROR_LINE = re.compile(r"^(E\d{4} (?!.*CudaDriverHelper)|error: |\| \w+ +\| \d+ +\| UNAVAILABLE)")
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where one server listens; metrics included."""
+
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+    openai: int = 9000
+
+
+def free_ports() -> Ports:
+    """Ports nobody listens on now."""
+    holders = [socket.socket() for _ in range(4)]
+    try:
+        for holder in holders:
+            holder.bind((LOCAL, 0))
+        return Ports(*(holder.getsockname()[1] for holder in holders))
+    finally:
+        for holder in holders:
+            holder.close()
+
+
+def check_ports(ports: Ports, host: str = LOCAL, proxy: bool = True) -> None:
+    """Raises Problem naming the first port that is taken."""
+    wanted = {"http": ports.http, "grpc": ports.grpc, "metrics": ports.metrics}
+    if proxy:
+        wanted["openai"] = ports.openai
+    for name, port in wanted.items():
+        with socket.socket() as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                trial.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise Problem(f"cannot listen on {host}:{port}: {error.strerror}", "use another --host") from error
+                raise Problem(
+                    f"port {port} ({name}) is in use on {host}",
+                    f"end what listens there (ss -ltnp 'sport = :{port}' shows it), "
+                    f"or choose --{name}-port N, or --any-port for free ones",
+                ) from error
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One server's start: what is run, with which environment.
+
+    key  random word that a caller of the model-repository and shared-memory APIs must send; empty: no model control
+    """
+
+    server: Server
+    repositories: Sequence[Path]
+    ports: Ports
+    run_dir: RunDir
+    host: str = LOCAL
+    key: str = ""
+    exit_timeout_s: int = 60
+    flags: Sequence[str] = ()
+
+    def command(self) -> list[str]:
+        """The tritonserver command line."""
+        ports, key = self.ports, f"{KEY_HEADER}={self.key}"
+        command = [
+            str(self.server.binary),
+            *(f"--model-repository={path}" for path in self.repositories),
+            f"--backend-directory={self.server.backends}",
+            f"--http-address={self.host}",
+            f"--http-port={ports.http}",
+            f"--grpc-address={self.host}",
+            f"--grpc-port={ports.grpc}",
+            f"--metrics-address={self.host}",
+            f"--metrics-port={ports.metrics}",
+            f"--backend-config=python,shm-region-prefix-name={self.run_dir.shm_prefix}",
+            f"--exit-timeout-secs={self.exit_timeout_s}",
+        ]
+        if len(self.repositories) > 1:  # one pipeline that cannot be loaded must not take the others along
+            command.append("--exit-on-error=false")
+        if self.key:
+            command += [
+                "--model-control-mode=explicit",
+                "--load-model=*",
+                f"--http-restricted-api={RESTRICTED}:{key}",
+                f"--grpc-restricted-protocol={RESTRICTED}:{key}",
+            ]
+        return [*command, *self.flags]
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The server's whole environment."""
+        return {**clean_environment(base), **self.server.environment, RUN_DIR_VARIABLE: str(self.run_dir.path)}
+
+    def by_hand(self) -> str:
+        """The same start as one shell command; it works when typed by hand, without the run folder."""
+        shown = dict(self.server.environment)
+        if "PATH" in shown:
+            shown["PATH"] = shown["PATH"].split(":")[0] + ":$PATH"
+        words = [f'{name}="{value}"' for name, value in shown.items()]
+        unset = [f"-u {name}" for name in ("PYTHONHOME", "PYTHONPATH")]
+        return " ".join(["env", *unset, *words, *(shlex.quote(word) for word in self.command())])
+
+    def start(self, log: Path) -> subprocess.Popen[bytes]:
+        """Start the server, its output appended to `log`. Not from the repository: its packages must be installed."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as sink:
+            sink.write(f"$ {self.by_hand()}\n".encode())
+            sink.flush()
+            return processes.start(self.command(), self.environment(os.environ), sink.fileno(), tempfile.gettempdir())
+
+    @property
+    def key_header(self) -> str:
+        """The header that opens the restricted APIs over HTTP; over gRPC its name is triton-grpc-protocol-<name>."""
+        return f"{KEY_HEADER}: {self.key}"
+
+    def api(self) -> Api:
+        """Access to the running server."""
+        return Api(LOCAL if self.host == "0.0.0.0" else self.host, self.ports.http, self.key)
+
+    def pipelines(self) -> dict[str, set[str]]:
+        """Pipeline → its models. A repository holds the models of one pipeline and has its name."""
+        return {path.name: {config.parent.name for config in path.glob("*/config.pbtxt")} for path in self.repositories}
+
+
+@dataclass(frozen=True)
+class Api:
+    """The few HTTP calls to tritonserver that a supervisor needs."""
+
+    host: str
+    port: int
+    key: str = ""
+
+    def call(self, method: str, path: str, body: Any = None, timeout_s: float = 5.0) -> tuple[int, Any]:
+        """Status and decoded answer (None if it is no JSON). Raises OSError if the server cannot be reached."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        headers = {"Content-Type": "application/json", **({KEY_HEADER: self.key} if self.key else {})}
+        try:
+            connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+            answer = connection.getresponse()
+            data = answer.read()
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"{path}: {error!r}") from error
+        finally:
+            connection.close()
+        try:
+            return answer.status, json.loads(data)
+        except ValueError:
+            return answer.status, None
+
+    def is_live(self, timeout_s: float = 5.0) -> bool:
+        """True if the server answers at all."""
+        return self._answers("/v2/health/live", timeout_s)
+
+    def is_ready(self, timeout_s: float = 5.0) -> bool:
+        """True if every model is loaded."""
+        return self._answers("/v2/health/ready", timeout_s)
+
+    def _answers(self, path: str, timeout_s: float) -> bool:
+        try:
+            return self.call("GET", path, timeout_s=timeout_s)[0] == http.HTTPStatus.OK
+        except OSError:
+            return False
+
+    def models(self, timeout_s: float = 5.0) -> dict[str, tuple[str, str]]:
+        """State and reason of each model the server knows; empty while it does not answer."""
+        try:
+            status, index = self.call("POST", "/v2/repository/index", {}, timeout_s)
+        except OSError:
+            return {}
+        if status != http.HTTPStatus.OK or not isinstance(index, list):
+            return {}
+        return {m["name"]: (m.get("state", ""), m.get("reason", "")) for m in index}
+
+    def control(self, verb: str, model: str, timeout_s: float) -> str:
+        """`load` or `unload` a model; returns an error text, or nothing."""
+        try:
+            status, answer = self.call("POST", f"/v2/repository/models/{model}/{verb}", {}, timeout_s)
+        except OSError as error:
+            return f"{verb} {model}: {error}"
+        if status == http.HTTPStatus.OK:
+            return ""
+        return f"{verb} {model}: {answer['error'] if isinstance(answer, dict) and 'error' in answer else status}"
+
+
+def log_errors(log: Path) -> str:
+    """The server's own error lines, or its last lines if it wrote none."""
+    text = log_tail(log, _SEARCHED_LINES)
+    errors = [line[:_ERROR_CHARS] for line in text.splitlines() if _ERROR_LINE.match(line)]
+    return "\n".join(errors[-_SHOWN_ERRORS:]) or log_tail(log)
+
+
+def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
+    """The last lines of a server's log, for an error text."""
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""

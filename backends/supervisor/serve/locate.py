@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds tritonserver and what its Python stubs need: in NVIDIA's container, or the tree that set-up unpacked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from triton_omni.backends.config.paths import ENGINE_PYTHON_VARIABLE, HOME_VARIABLE, MODELS_VARIABLE, absolute
+from triton_omni.backends.supervisor.errors import Problem
+from triton_omni.backends.supervisor.home import Home
+
+CONTAINER = Path("/opt/tritonserver")
+
+_FACTS = """
+import json, os, sys, sysconfig
+v = sysconfig.get_config_var
+print(json.dumps({
+    "version": "%d.%d" % sys.version_info[:2],
+    "folders": [v("LIBDIR") or "", os.path.join(v("LIBDIR") or "", v("MULTIARCH") or ""), v("LIBPL") or "",
+                os.path.join(sys.base_prefix, "lib"), os.path.join(sys.base_prefix, "lib64"),
+                os.path.join(os.path.dirname(os.path.realpath(sys.executable)), "..", "lib")],
+}))
+"""
+_SYSTEM_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/lib/x86_64-linux-gnu")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A tritonserver that can be started.
+
+    environment  variables it needs beyond the caller's; PATH and LD_LIBRARY_PATH are complete values
+    in_container True where the stub environment is the container's own Python and no overlay is needed
+    """
+
+    binary: Path
+    backends: Path
+    environment: Mapping[str, str]
+    in_container: bool
+
+
+def find_server(home: Home, environ: Mapping[str, str] | None = None, container: Path = CONTAINER) -> Server:
+    """The container's server where there is one, else the one in `home`. Raises Problem if there is none."""
+    environ = os.environ if environ is None else environ
+    ours = {
+        HOME_VARIABLE: str(home.root),
+        ENGINE_PYTHON_VARIABLE: str(absolute(environ.get(ENGINE_PYTHON_VARIABLE) or home.engine_python)),
+        MODELS_VARIABLE: str(absolute(environ.get(MODELS_VARIABLE) or home.models)),
+    }
+    if (container / "bin" / "tritonserver").is_file():
+        return Server(container / "bin" / "tritonserver", container / "backends", ours, in_container=True)
+    binary = home.tritonserver_tree / "bin" / "tritonserver"
+    for path in (binary, home.stub_python):
+        if not path.is_file():
+            raise Problem(f"no tritonserver: {path} is not there", "run: make setup")
+    ours |= {
+        "PATH": f"{home.stub / 'bin'}:{environ.get('PATH', os.defpath)}",  # the stub runs the first python3 on PATH
+        "VIRTUAL_ENV": str(home.stub),
+        "LD_LIBRARY_PATH": str(link_libpython(home)),
+    }
+    return Server(binary, home.tritonserver_tree / "backends", ours, in_container=False)
+
+
+def link_libpython(home: Home) -> Path:
+    """A folder with nothing but a fresh link to the stub environment's libpython.
+
+    Anew at each start: a link to another Python's library gives baffling import errors in the stub. Alone in its
+    folder, so that the server finds no other library of that Python's.
+    """
+    library = libpython_of(home.stub_python)
+    home.libpython.mkdir(parents=True, exist_ok=True)
+    draft = home.libpython / f".new-{os.getpid()}"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(library)
+    draft.replace(home.libpython / library.name)
+    for other in home.libpython.glob("libpython*"):
+        if other.name != library.name:
+            other.unlink(missing_ok=True)
+    return home.libpython
+
+
+def libpython_of(python: Path) -> Path:
+    """The shared libpython of an interpreter. Raises Problem if it has none."""
+    answer = subprocess.run(
+        [str(python), "-I", "-c", _FACTS],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
+    facts = json.loads(answer.stdout)
+    library = find_libpython(facts["version"], [*facts["folders"], *_SYSTEM_FOLDERS])
+    if library is None:
+        raise Problem(
+            f"{python} (Python {facts['version']}) has no shared libpython, which Triton's Python stub links with",
+            f"use Debian's python3 with the package libpython{facts['version']}, a conda or uv Python, "
+            "or rebuild with --enable-shared; then make setup PYTHON=<that python>",
+        )
+    return library
+
+
+def find_libpython(version: str, folders: Iterable[str]) -> Path | None:
+    """The first libpython of `version` in `folders`, by its real path."""
+    for folder in folders:
+        library = Path(folder) / f"libpython{version}.so.1.0"
+        if folder and library.is_file():
+            return library.resolve()
+    return None

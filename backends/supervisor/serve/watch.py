@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the supervisor decides: observations in, actions out. No clock, no processes, no I/O.
+
+A worker that died is its stub's business; we act when a stub is gone, when somebody is silent or not ready beyond a
+bound, or when the server is gone or silent. Waiting times double from try to try; whoever stays healthy for a while
+starts afresh, and who never does is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from triton_omni.backends.control.records import Role, State
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How patient the supervisor is. All in seconds, except the two counts.
+
+    silent_s       no answer from a live server or orchestrator, or a stub that is stuck, for so long means hung
+    stage_silent_s the same for a stage's worker; above the stages' own hang_s, so that the stub heals it first
+    not_ready_s    a stub may spend so long on getting its worker back
+    healthy_s      so long without trouble forgets the earlier tries
+    first_wait_s   wait before the second try; doubles up to `longest_wait_s`
+    max_reloads    tries of one model before the server is restarted instead
+    max_restarts   tries of the server before giving up
+    """
+
+    silent_s: float = 30.0
+    stage_silent_s: float = 300.0
+    not_ready_s: float = 1200.0  # above a stage's default start_timeout_s: a 30B model is loaded by its own stub
+    healthy_s: float = 60.0
+    first_wait_s: float = 1.0
+    longest_wait_s: float = 60.0
+    max_reloads: int = 3
+    max_restarts: int = 6
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One instance as observed: its record, whether its stub lives, whether it answered the probe."""
+
+    name: str
+    model: str
+    role: Role
+    state: State
+    stub_alive: bool
+    answered: bool
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What was seen at one moment. `reloaded`: models whose reload ended since the last time, with an error text."""
+
+    now_s: float
+    server_alive: bool
+    server_answers: bool
+    instances: Sequence[Seen] = ()
+    reloaded: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True)
+class Reload:
+    """Load a stage's model anew."""
+
+    model: str
+    why: str
+
+
+@dataclass(frozen=True)
+class RestartServer:
+    """End what is left of the server and start it again."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Nothing helped; end, so that whoever started us can act."""
+
+    why: str
+
+
+Action = Reload | RestartServer | GiveUp
+
+
+@dataclass
+class Tries:
+    """How often something was tried without lasting success, when it may be tried again, and since when it is quiet."""
+
+    count: int = 0
+    not_before_s: float = 0.0
+    quiet_since_s: float = 0.0
+
+    def note(self, now_s: float, bounds: Bounds) -> None:
+        """One more try; the next has to wait longer."""
+        self.quiet_since_s = now_s
+        self.not_before_s = now_s + min(bounds.longest_wait_s, bounds.first_wait_s * 2**self.count)
+        self.count += 1
+
+    def forget_if_healthy(self, now_s: float, bounds: Bounds) -> None:
+        """Start afresh after a long quiet time."""
+        if now_s - self.quiet_since_s >= bounds.healthy_s:
+            self.count = 0
+
+
+class Watch:
+    """The supervisor's memory between observations."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.troubles: tuple[str, ...] = ()
+        """What is wrong now, in words; empty if all is well. Set by every `decide`."""
+        self._wrong_since: dict[str, float] = {}
+        self._reloading: set[str] = set()
+        self._failed: dict[str, str] = {}  # models that a reload left without any instance
+        self._reloads: dict[str, Tries] = {}
+        self._restarts = Tries()
+
+    def decide(self, seen: Observation) -> list[Action]:
+        """What to do about one observation."""
+        self._take_reloads(seen)
+        self.troubles = ()
+        dead = self._server_trouble(seen)
+        if dead:
+            return self._restart(dead, seen.now_s)
+        wrong = self._wrong_models(seen)
+        stuck = {s.model: f"{s.name}: stuck" for s in seen.instances if s.state == "stuck" and s.stub_alive}
+        self.troubles = tuple((stuck | wrong).values())
+        by_orchestrator = {s.model for s in seen.instances if s.role == "orchestrator" and not _unloads(s)} & set(wrong)
+        if by_orchestrator:
+            return self._restart(wrong[min(by_orchestrator)], seen.now_s)
+        actions: list[Action] = []
+        for model in sorted(wrong):
+            actions += self._reload(model, wrong[model], seen.now_s)
+        restarts = [a for a in actions if isinstance(a, (RestartServer, GiveUp))]
+        return list(restarts[:1]) or actions
+
+    def restarted(self, now_s: float) -> None:
+        """The server was started again, well or not: what was known of its models is void."""
+        self._restarts.quiet_since_s = now_s
+        self._wrong_since.clear()
+        self._reloading.clear()
+        self._failed.clear()
+        self._reloads.clear()
+
+    def _take_reloads(self, seen: Observation) -> None:
+        for model, error in seen.reloaded.items():
+            self._reloading.discard(model)
+            self._reloads[model].quiet_since_s = seen.now_s
+            self._failed.pop(model, None)
+            if error:
+                self._failed[model] = error
+
+    def _server_trouble(self, seen: Observation) -> str:
+        if not seen.server_alive:
+            return self._say("tritonserver has ended")
+        if self._lasts("server", not seen.server_answers, seen.now_s, self.bounds.silent_s):
+            return self._say(f"tritonserver has not answered for {self.bounds.silent_s:.0f} s")
+        return ""
+
+    def _say(self, trouble: str) -> str:
+        self.troubles = (trouble,)
+        return trouble
+
+    def _wrong_models(self, seen: Observation) -> dict[str, str]:
+        """Model → what is wrong with one of its instances; models in reload are left alone."""
+        wrong = dict(self._failed)
+        for instance in seen.instances:
+            trouble = self._instance_trouble(instance, seen.now_s)
+            if instance.model in self._reloading:
+                continue
+            if trouble:
+                wrong[instance.model] = trouble
+        return wrong
+
+    def _instance_trouble(self, instance: Seen, now_s: float) -> str:
+        silent = instance.state == "ready" and not instance.answered and instance.stub_alive
+        unready = instance.state not in ("ready", "stuck") and instance.stub_alive
+        bound_s = self.bounds.stage_silent_s if instance.role == "stage" else self.bounds.silent_s
+        hung = self._lasts(f"silent {instance.name}", silent, now_s, bound_s)
+        long_unready = self._lasts(f"unready {instance.name}", unready, now_s, self.bounds.not_ready_s)
+        stopped = instance.state == "stuck" and instance.stub_alive
+        stuck = self._lasts(f"stuck {instance.name}", stopped, now_s, self.bounds.silent_s)
+        if not instance.stub_alive:
+            return f"{instance.name}: its stub has died"
+        if instance.state == "gave_up":
+            return f"{instance.name}: its stub gave up restarting the worker"
+        if hung:
+            return f"{instance.name}: no sign of life for {bound_s:.0f} s"
+        if stuck:
+            return f"{instance.name}: stuck for {self.bounds.silent_s:.0f} s"
+        if long_unready:
+            return f"{instance.name}: '{instance.state}' for {self.bounds.not_ready_s:.0f} s"
+        return ""
+
+    def _lasts(self, key: str, wrong: bool, now_s: float, bound_s: float) -> bool:
+        """True if `wrong` has been so without a break for the bound."""
+        if not wrong:
+            self._wrong_since.pop(key, None)
+            return False
+        return now_s - self._wrong_since.setdefault(key, now_s) >= bound_s
+
+    def _reload(self, model: str, why: str, now_s: float) -> list[Action]:
+        tries = self._reloads.setdefault(model, Tries())
+        tries.forget_if_healthy(now_s, self.bounds)
+        if tries.count >= self.bounds.max_reloads:
+            return self._restart(f"{why}; {tries.count} reloads did not help", now_s)
+        if now_s < tries.not_before_s:
+            return []
+        tries.note(now_s, self.bounds)
+        self._reloading.add(model)
+        return [Reload(model, why)]
+
+    def _restart(self, why: str, now_s: float) -> list[Action]:
+        self._restarts.forget_if_healthy(now_s, self.bounds)
+        if self._restarts.count >= self.bounds.max_restarts:
+            return [GiveUp(f"{why}; {self._restarts.count} restarts did not help")]
+        if now_s < self._restarts.not_before_s:
+            return []
+        self._restarts.note(now_s, self.bounds)
+        return [RestartServer(why)]
+
+
+def _unloads(instance: Seen) -> bool:
+    """True for an orchestrator that can end its requests itself: one that answers, but opens no runs any more."""
+    return instance.state == "stuck" and instance.stub_alive and instance.answered

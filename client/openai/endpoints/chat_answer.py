@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces of an answer → OpenAI's chat completion, at once or as chunks. Pure state machines, no I/O."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from triton_omni.backends.wire import Event
+from triton_omni.openai.endpoints.chat_request import ChatCall
+from triton_omni.openai.endpoints.image_request import as_base64
+from triton_omni.openai.endpoints.tools import calls_of
+from triton_omni.openai.endpoints.transcripts import Transcripts
+from triton_omni.openai.media import audio
+from triton_omni.pieces import Piece
+
+Json = dict[str, Any]
+PCM_STEP = 6
+"""Bytes. Clients join base64 texts, so all but the last must stand for a multiple of 3 bytes, and of a sample."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is the same in every chunk of one answer."""
+
+    id: str
+    created: int
+    model: str
+
+
+def usage_of(*ends: Event) -> Json:
+    """OpenAI's token counts from those of the end events of all runs. Tokens of speech are its codec frames."""
+    counts = [{name: int(value) for name, value in end.usage.items()} for end in ends]
+    text = sum(count.get("completion_tokens", 0) for count in counts)
+    spoken = sum(count.get("audio_tokens", count.get("audio_frames", 0)) for count in counts)
+    read = counts[0]  # every run reads the same
+    prompt = read.get("prompt_tokens", 0)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": text + spoken,
+        "total_tokens": prompt + text + spoken,
+        "prompt_tokens_details": {
+            "audio_tokens": read.get("prompt_audio_tokens", 0),
+            "cached_tokens": read.get("cached_tokens", 0),
+        },
+        "completion_tokens_details": {
+            "text_tokens": text,
+            "audio_tokens": spoken,
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+def logprobs_of(event: Event, top: int) -> list[Json]:
+    """OpenAI's log-probabilities of the tokens of one piece of text."""
+
+    def entry(token: Mapping[str, Any]) -> Json:
+        return {
+            "token": token["token"], "logprob": token["logprob"], "bytes": list(str(token["token"]).encode("utf-8")),
+        }  # fmt: skip
+
+    return [
+        entry(token) | {"top_logprobs": [entry(other) for other in token.get("top", [])[:top]]}
+        for token in event.meta.get("logprobs", [])
+    ]
+
+
+def finish_reason_of(event: Event) -> str:
+    """OpenAI's word for why the answer ended."""
+    return event.finish_reason or "stop"
+
+
+def picture_of(pixels: np.ndarray, index: int) -> Json:
+    """A picture as OpenRouter's `images` carry it; `index` lets SDKs join the deltas of a stream."""
+    return {
+        "type": "image_url", "index": index, "image_url": {"url": f"data:image/png;base64,{as_base64(pixels)}"},
+    }  # fmt: skip
+
+
+class Choice:
+    """The chunks' choices of one run, in OpenAI's order:
+
+    role; audio id; transcript and data, or text, or calls, or pictures, as they come; expires_at; finish reason.
+    """
+
+    def __init__(self, call: ChatCall, index: int, transcripts: Transcripts) -> None:
+        self.end: Event | None = None
+        self._call = call
+        self._index = index
+        self._transcripts = transcripts
+        self._is_spoken = call.audio_format is not None
+        self._audio_id = transcripts.new_id() if self._is_spoken else ""
+        self._transcript: list[str] = []
+        self._encoder: audio.Encoder | None = None
+        self._held = b""
+        self._pictures = 0
+        self._calls = 0
+
+    def start(self) -> Iterable[Json]:
+        """What comes before any piece."""
+        yield self._choice({"role": "assistant", "content": "", "refusal": None})
+        if self._is_spoken:
+            yield self._choice({"audio": {"id": self._audio_id, "transcript": ""}})
+
+    def on(self, piece: Piece) -> Iterable[Json]:
+        """What comes for a piece."""
+        if piece.event.type == "text" and piece.text is not None:
+            calls = list(self._new_calls(piece.event))
+            if piece.text or not calls:
+                yield self._text(piece.text, piece.event)
+            if calls:
+                yield self._choice({"tool_calls": calls})
+        if piece.audio is not None:
+            yield from self._speech(piece.audio, piece.event)
+        if piece.image is not None and not piece.event.meta.get("partial"):
+            yield self._choice({"images": [picture_of(piece.image, self._pictures)]})
+            self._pictures += 1
+        if piece.event.type == "end":
+            yield from self._end(piece.event)
+
+    def _new_calls(self, event: Event) -> Iterable[Json]:
+        for call in calls_of(event):
+            if not (self._call.one_call and self._calls):
+                yield {"index": self._calls, **call}
+                self._calls += 1
+
+    def _text(self, text: str, event: Event) -> Json:
+        logprobs = None
+        if self._call.top_logprobs is not None:
+            logprobs = {"content": logprobs_of(event, self._call.top_logprobs), "refusal": None}
+        if not self._is_spoken:
+            return self._choice({"content": text}, logprobs=logprobs)
+        self._transcript.append(text)
+        return self._choice({"audio": {"transcript": text}}, logprobs=logprobs)
+
+    def _speech(self, samples: np.ndarray, event: Event) -> Iterable[Json]:
+        if self._encoder is None:
+            self._encoder = audio.encoder("pcm16", int(event.meta["sample_rate"]))
+        self._held += self._encoder.feed(samples)
+        whole = len(self._held) // PCM_STEP * PCM_STEP
+        data, self._held = self._held[:whole], self._held[whole:]
+        return self._data(data)
+
+    def _data(self, data: bytes) -> Iterable[Json]:
+        return [self._choice({"audio": {"data": base64.b64encode(data).decode()}})] if data else []
+
+    def _end(self, event: Event) -> Iterable[Json]:
+        self.end = event
+        if self._encoder is not None:
+            yield from self._data(self._held + self._encoder.finish())
+        if self._is_spoken:
+            expires_at = self._transcripts.keep(self._audio_id, "".join(self._transcript))
+            yield self._choice({"audio": {"expires_at": expires_at}})
+        yield self._choice({}, finish_reason=finish_reason_of(event))
+
+    def _choice(self, delta: Json, *, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
+        return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+class Chunks:
+    """The chunks of one streamed answer: those of its choices as they come, and at the end the usage of all."""
+
+    def __init__(self, call: ChatCall, head: Head, transcripts: Transcripts) -> None:
+        self._with_usage = call.with_usage
+        self._head = head
+        self._choices = [Choice(call, index, transcripts) for index in range(call.call.runs)]
+
+    def start(self) -> Iterable[Json]:
+        """The chunks before any piece."""
+        return [self._chunk([made], None) for choice in self._choices for made in choice.start()]
+
+    def on(self, run: int, piece: Piece) -> Iterable[Json]:
+        """The chunks for a piece."""
+        chunks = [self._chunk([made], None) for made in self._choices[run].on(piece)]
+        ends = [choice.end for choice in self._choices if choice.end is not None]
+        if self._with_usage and piece.event.type == "end" and len(ends) == len(self._choices):
+            chunks.append(self._chunk([], usage_of(*ends)))
+        return chunks
+
+    def _chunk(self, choices: list[Json], usage: Json | None) -> Json:
+        head = self._head
+        chunk: Json = {
+            "id": head.id, "object": "chat.completion.chunk", "created": head.created, "model": head.model,
+            "system_fingerprint": None, "choices": choices,
+        }  # fmt: skip
+        return chunk | {"usage": usage} if self._with_usage else chunk
+
+
+@dataclass
+class Run:
+    """What one run of an answer that is sent at once has made so far."""
+
+    text: list[str] = field(default_factory=list[str])
+    speech: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    pictures: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    logprobs: list[Json] = field(default_factory=list[Json])
+    calls: list[Json] = field(default_factory=list[Json])
+    rate_hz: int = audio.PCM_HZ
+    end: Event = field(default_factory=lambda: Event("end"))
+
+
+class Whole:
+    """An answer that is sent at once: collects the pieces, then builds the completion."""
+
+    def __init__(self, call: ChatCall) -> None:
+        self._call = call
+        self._runs = [Run() for _ in range(call.call.runs)]
+
+    def on(self, number: int, piece: Piece) -> None:
+        """Take a piece."""
+        run = self._runs[number]
+        if piece.event.type == "end":
+            run.end = piece.event
+        if piece.text is not None and piece.event.type == "text":
+            run.text.append(piece.text)
+            run.calls += calls_of(piece.event)
+            if self._call.top_logprobs is not None:
+                run.logprobs += logprobs_of(piece.event, self._call.top_logprobs)
+        if piece.audio is not None:
+            run.speech.append(piece.audio)
+            run.rate_hz = int(piece.event.meta["sample_rate"])
+        if piece.image is not None and not piece.event.meta.get("partial"):
+            run.pictures.append(piece.image)
+
+    def completion(self, head: Head, transcripts: Transcripts) -> Json:
+        """The chat completion; encodes speech and pictures."""
+        choices = [
+            {
+                "index": index,
+                "message": self._message(run, transcripts),
+                "logprobs": None if self._call.top_logprobs is None else {"content": run.logprobs, "refusal": None},
+                "finish_reason": finish_reason_of(run.end),
+            }
+            for index, run in enumerate(self._runs)
+        ]
+        return {
+            "id": head.id, "object": "chat.completion", "created": head.created, "model": head.model,
+            "choices": choices, "usage": usage_of(*(run.end for run in self._runs)), "system_fingerprint": None,
+        }  # fmt: skip
+
+    def _message(self, run: Run, transcripts: Transcripts) -> Json:
+        text = "".join(run.text)
+        is_silent = not text and bool(run.pictures or run.calls)
+        message: Json = {
+            "role": "assistant",
+            "content": None if is_silent else text,
+            "refusal": None,
+            "annotations": [],
+        }
+        if self._call.audio_format is not None and not is_silent:
+            message |= {"content": None, "audio": _spoken(self._call.audio_format, run, text, transcripts)}
+        if run.calls:
+            message["tool_calls"] = run.calls[: 1 if self._call.one_call else None]
+        if run.pictures:
+            message["images"] = [picture_of(pixels, index) for index, pixels in enumerate(run.pictures)]
+        return message
+
+
+def _spoken(kind: str, run: Run, transcript: str, transcripts: Transcripts) -> Json:
+    audio_id = transcripts.new_id()
+    return {
+        "id": audio_id,
+        "data": base64.b64encode(audio.encode(kind, run.rate_hz, run.speech)).decode(),
+        "expires_at": transcripts.keep(audio_id, transcript),
+        "transcript": transcript,
+    }

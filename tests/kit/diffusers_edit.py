@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""diffusers' own edit pipelines, asked what a run asks the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kit.tiny_edit import SOURCE_PIXELS
+from triton_omni.backends.core.engine import Run
+
+torch = pytest.importorskip("torch")
+
+
+def stock_of(kind: Any, folder: Path) -> Any:
+    """A pipeline of diffusers, float32."""
+    from triton_omni.backends.diffusion.upstream import be_quiet
+
+    be_quiet()
+    pipe = kind.from_pretrained(folder, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def bring_to_source_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the stock pipelines bring pictures to SOURCE_PIXELS, not to a megapixel; nothing else changes."""
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
+
+    stock, part = pipeline_qwenimage_edit.calculate_dimensions, SOURCE_PIXELS / (1024 * 1024)
+    for name, values in (("edit", 3), ("edit_inpaint", 3), ("edit_plus", 2)):
+        place = f"diffusers.pipelines.qwenimage.pipeline_qwenimage_{name}.calculate_dimensions"
+        monkeypatch.setattr(place, lambda area, ratio, values=values: stock(area * part, ratio)[:values])
+
+
+def edited_by(pipe: Any, run: Run, output: str) -> list[np.ndarray]:
+    """What it makes of a run's request: "pil" or "latent"."""
+    from PIL import Image
+
+    asked, (message,) = run.request.stages["denoiser"], run.request.messages
+    flat = np.asarray(run.inputs["image"].data)
+    items = [
+        Image.fromarray(flat[p.offset : p.offset + p.length].reshape(p.shape))
+        for p in message.parts
+        if p.type == "image"
+    ]
+    masks = [i for i in items if i.mode == "L"]
+    given = [i for i in items if i.mode == "RGB"]
+    more: dict[str, Any] = {k: asked[k] for k in ("width", "height") if k in asked}
+    if masks:
+        more |= {"mask_image": masks[0], "strength": 1.0}
+    negative = asked.get("negative_prompt")
+    return [
+        np.asarray(image)
+        for image in pipe(
+            image=given if "Plus" in type(pipe).__name__ else given[0],
+            prompt=message.parts[-1].text,
+            negative_prompt=negative,
+            true_cfg_scale=asked["true_cfg_scale"] if negative else 1.0,
+            num_inference_steps=asked["steps"],
+            num_images_per_prompt=asked.get("n", 1),
+            generator=torch.Generator().manual_seed(asked["seed"]),
+            output_type=output,
+            **more,
+        ).images
+    ]

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An orchestrator in this process with fake clients, a fake opener and scripted stages: real links, own clock.
+
+The opener answers only when the test says so; a stage does only what the test tells it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.kit.worker_harness import Clock
+from triton_omni.backends.config.schema import OrchestratorDeploy
+from triton_omni.backends.control import messages as msg
+from triton_omni.backends.control.hub import Hub, Lost, Peer
+from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.errors import OmniError
+from triton_omni.backends.core.generate import GenerateRequest, Message
+from triton_omni.backends.core.pipeline import Pipeline
+from triton_omni.backends.orchestrator.driver import Orchestrator
+from triton_omni.backends.orchestrator.ports import OpenCall, Piece
+from triton_omni.backends.orchestrator.request_state import Arrival
+from triton_omni.backends.wire import Event
+
+
+class Client:
+    """A front: what a client saw. `reads` False keeps the responses in Triton, so to say."""
+
+    def __init__(self) -> None:
+        self.run = b""
+        self.pieces: list[Piece] = []
+        self.ended: Piece | None = None
+        self.failed: OmniError | None = None
+        self.reads = True
+        self._unread: list[Callable[[], None]] = []
+
+    def bind(self, run: bytes) -> None:
+        self.run = run
+
+    def send(self, piece: Piece, sent: Callable[[], None] | None) -> None:
+        assert not self.over, "a response after the end"
+        self.pieces.append(piece)
+        if sent is not None:
+            self._unread.append(sent)
+            if self.reads:
+                self.read()
+
+    def end(self, piece: Piece) -> None:
+        assert not self.over, "two ends"
+        self.ended = piece
+
+    def fail(self, error: OmniError) -> None:
+        assert not self.over, "two ends"
+        self.failed = error
+
+    def read(self) -> None:
+        """Take what waits."""
+        while self._unread:
+            self._unread.pop(0)()
+
+    @property
+    def over(self) -> bool:
+        return self.ended is not None or self.failed is not None
+
+    @property
+    def text(self) -> str:
+        return "".join(p.text or "" for p in self.pieces)
+
+    @property
+    def events(self) -> list[Event]:
+        return [p.event for p in self.pieces]
+
+
+class FakeOpener:
+    """Collects open calls; the test answers them. Every handle must be closed once, or buried and
+    perhaps closed later."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[OpenCall, Callable[[Any], None], Callable[[OmniError], None]]] = []
+        self.handles: list[str] = []
+        self.closed: list[str] = []
+        self.buried: list[str] = []
+        self.stuck = False
+
+    def open(self, call: OpenCall, opened: Callable[[Any], None], failed: Callable[[OmniError], None]) -> None:
+        self.calls.append((call, opened, failed))
+
+    def close(self, handle: Any) -> None:
+        assert handle not in self.closed
+        if handle in self.buried:
+            self.buried.remove(handle)
+        self.closed.append(handle)
+
+    def bury(self, handle: Any) -> None:
+        assert handle not in self.closed + self.buried
+        self.buried.append(handle)
+
+    def check(self) -> None:
+        assert sorted(self.closed + self.buried) == sorted(self.handles)
+
+
+class ScriptedStage:
+    """One worker of a stage. Says only what the test tells it to say."""
+
+    def __init__(self, folder: Path, pipeline: Pipeline, stage: str, number: int = 0) -> None:
+        self.stage = stage
+        self.hub = Hub(f"{pipeline.name}/{stage}", folder / f"{stage}{number}.sock")
+        self.link: Peer | None = None
+        self.got: list[Any] = []
+        self.sent = 0
+
+    def reply(self, address: str, message: Any) -> None:
+        self.link = self.hub.connect(address)
+        assert self.link.send(message)
+
+    def put(self, run: bytes, output: str, index: int, *tensors: Tensor, **meta: Any) -> None:
+        assert self.link is not None
+        assert self.link.put(Chunk(run, f"@{output}", index, False, tensors, meta))
+
+    def read(self) -> None:
+        self.got += [item for peer, item in self.hub.poll(0) if peer is not None]
+
+    @property
+    def unreleased(self) -> int:
+        return self.link.connector.in_flight if self.link is not None and not self.link.lost else 0
+
+    @property
+    def stops(self) -> list[bytes]:
+        return [item.run for item in self.got if isinstance(item, msg.Stop)]
+
+
+class Scene:
+    """The orchestrator and everything around it."""
+
+    def __init__(self, folder: Path, pipeline: Pipeline, deploy: OrchestratorDeploy) -> None:
+        self.folder = folder
+        self.pipeline = pipeline
+        self.clock = Clock()
+        self.opener = FakeOpener()
+        self.states: dict[str, dict[str, Any]] = {s.name: {"state": "ready"} for s in pipeline.stages}
+        self.hub = Hub(f"{pipeline.name}/", folder / "orchestrator.sock")
+        states = lambda: {name: dict(state) for name, state in self.states.items()}  # noqa: E731
+        self.orchestrator = Orchestrator(pipeline, deploy, self.hub, self.opener, states, self.clock)
+        self.stages = {s.name: ScriptedStage(folder, pipeline, s.name) for s in pipeline.stages}
+
+    def ask(self, request: GenerateRequest | None = None, request_id: str = "req", **media: int) -> Client:
+        client = Client()
+        tensors = {name: object() for name in media}
+        self.orchestrator.submit(Arrival(client, request_id, request or chat(), media, tensors))
+        self.turn()
+        return client
+
+    def turn(self, count: int = 2) -> None:
+        for _ in range(count):
+            self.orchestrator.turn(0)
+            for stage in self.stages.values():
+                stage.read()
+
+    def until(self, true: Callable[[], object]) -> None:
+        for _ in range(1_000):
+            if true():
+                return
+            self.turn(1)
+        raise AssertionError("it never happened")
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+        self.turn()
+
+    def take_call(self) -> tuple[msg.Open, Callable[[Any], None], Callable[[OmniError], None]]:
+        """The next open call."""
+        self.until(lambda: self.opener.calls)
+        call, opened, failed = self.opener.calls.pop(0)
+        message = msg.decode(call.message)
+        assert isinstance(message, msg.Open)
+        return message, opened, failed
+
+    def answer(self, opened: Callable[[Any], None]) -> str:
+        """BLS answers an open call."""
+        handle = f"handle{len(self.opener.handles)}"
+        self.opener.handles.append(handle)
+        opened(handle)
+        self.turn()
+        return handle
+
+    def accept(self, opener_answers: bool = True) -> msg.Open:
+        """The next stage takes its run."""
+        message, opened, _ = self.take_call()
+        stage = self.stage_of(message)
+        stage.reply(message.reply, msg.Accepted(message.run, stage.hub.address))
+        self.turn()
+        if opener_answers:
+            self.answer(opened)
+        return message
+
+    def stage_of(self, message: msg.Open) -> ScriptedStage:
+        outputs = {o.name: o.stage for o in self.pipeline.outputs}
+        for edge in self.pipeline.edges:
+            if edge.target in message.consumers:
+                return self.stages[edge.source]
+        return self.stages[outputs[message.wanted[0]]] if message.wanted else next(iter(self.stages.values()))
+
+    def finish(self, stage: str, run: bytes, reason: str = "stop", **usage: float) -> None:
+        link = self.stages[stage].link
+        assert link is not None
+        link.send(msg.Finished(run, reason, usage))
+        self.turn()
+
+    def fail(self, stage: str, run: bytes, error: OmniError) -> None:
+        link = self.stages[stage].link
+        assert link is not None
+        link.send(msg.Failed(run, msg.ErrorInfo.of(error, stage)))
+        self.turn()
+
+    def kill(self, stage: str) -> None:
+        self.stages.pop(stage).hub.close()
+        self.turn()
+
+    def check_empty(self) -> None:
+        """Nothing is left of any request."""
+        self.until(lambda: not any(s.unreleased for s in self.stages.values()))
+        assert self.orchestrator.lives == {}
+        assert not self.orchestrator.door.admission.live
+        assert self.orchestrator.door.admission.queued == 0
+        self.opener.check()
+
+    def close(self) -> None:
+        self.hub.close()
+        for stage in self.stages.values():
+            stage.hub.close()
+
+
+def chat(*modalities: str, **more: Any) -> GenerateRequest:
+    return GenerateRequest(messages=(Message("user", "hi"),), modalities=modalities, **more)
+
+
+def sound(samples: int, value: float) -> Tensor:
+    return Tensor.of("audio", np.full(samples, value, np.float32))
+
+
+@contextlib.contextmanager
+def scene(folder: Path, pipeline: Pipeline, **limits: Any) -> Iterator[Scene]:
+    made = Scene(folder, pipeline, OrchestratorDeploy(**limits))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+__all__ = ["Client", "Lost", "Scene", "ScriptedStage", "chat", "scene", "sound"]

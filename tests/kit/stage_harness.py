@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage's loop in this process between made-up callers, an orchestrator that listens and a worker: real links.
+
+The worker is a real one with a toy engine, or a script of the test's. Nothing runs by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.kit.worker_harness import Clock, Side, chat
+from triton_omni.backends.config.schema import StageDeploy
+from triton_omni.backends.control import messages as msg
+from triton_omni.backends.control.hub import Hub, Peer
+from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.generate import GenerateRequest, encode_request
+from triton_omni.backends.stub.stage_loop import Call, StageLoop
+from triton_omni.backends.stub.worker_process import Command, Keeper
+
+PATIENCE_TURNS = 200
+
+
+class SocketKeeper(Keeper):
+    """Keeps a worker that is no process: `theirs` is the worker's end, a kill closes it."""
+
+    def __init__(self, worker_address: Path) -> None:
+        super().__init__(Command(Path("none"), ()))
+        self.theirs: Hub | None = None
+        self.kills = 0
+        self._address = worker_address
+
+    def start(self, now_s: float) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.theirs = Hub("toy/tokens", self._address)
+        self.stub = self.theirs.adopt(theirs)
+        self.started_s, self.ready_s = now_s, None
+        self.state = "starting" if self.restarts == 0 else "restarting"
+        return ours
+
+    def due(self, now_s: float) -> bool:
+        return self.theirs is None and super().due(now_s)
+
+    def kill(self) -> None:
+        self.kills += 1
+        if self.theirs is not None:
+            self.theirs.close()
+            self.theirs = None
+
+
+class Client:
+    """A Triton request: what went out through it, in order. Triton takes a FINAL when the test says so."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.gone: Callable[[], None] | None = None
+        self._closed: list[Callable[[], None]] = []
+
+    def acknowledge(self) -> None:
+        assert self.sent == [], "an acknowledgement is a first response"
+        self.sent.append("ack")
+
+    def watch(self, gone: Callable[[], None]) -> None:
+        self.gone = gone
+
+    def send(self, output: str, index: int, chunk: Chunk, failed: Callable[[], None], sent: Callable[[], None]) -> None:
+        assert not self.over, "a response after FINAL"
+        self.sent.append((output, index))
+        sent()
+
+    def end(self, end: msg.Finished | msg.Failed | None, pieces: int, sent: Callable[[], None]) -> None:
+        assert not self.over, "two FINALs"
+        self.sent.append(("FINAL", end))
+        self._closed.append(sent)
+
+    def close(self) -> None:
+        """FINAL has gone through Triton."""
+        self._closed.pop()()
+
+    @property
+    def over(self) -> bool:
+        return bool(self.sent) and isinstance(self.sent[-1], tuple) and self.sent[-1][0] == "FINAL"
+
+
+class StageBench:
+    """One stage's loop and its surroundings."""
+
+    def __init__(self, folder: Path, **deploy: Any) -> None:
+        self.clock = Clock()
+        self.keeper = SocketKeeper(folder / "worker.sock")
+        self.hub = Hub("toy/tokens")
+        self.orchestrator = Side(Hub("toy/", folder / "orchestrator.sock"))
+        self.loop = StageLoop("tokens", StageDeploy(**deploy), self.keeper, self.hub, lambda ping: None, self.clock)
+        self.from_worker: list[Any] = []
+        self.loop.start()
+
+    # --- what the worker does --------------------------------------------------------------------------------------
+    @property
+    def to_stub(self) -> Peer:
+        return self.keeper.stub
+
+    def worker_is_ready(self) -> None:
+        self.to_stub.send(msg.Ping("toy/tokens", "ready"))
+        self.turn()
+        assert self.keeper.state == "ready"
+
+    def worker_dies(self) -> None:
+        assert self.keeper.theirs is not None
+        self.keeper.theirs.close()
+        self.keeper.theirs = None
+
+    def worker_reads(self) -> list[Any]:
+        """What came to the worker since the last time."""
+        assert self.keeper.theirs is not None
+        return [item for peer, item in self.keeper.theirs.poll(0) if peer is not None]
+
+    # --- what everybody else does ----------------------------------------------------------------------------------
+    def call(self, run: bytes | None = None, *tensors: Tensor, request: GenerateRequest | None = None, **more: Any):
+        """A Triton request arrives; returns its client and its run."""
+        run, client = run or os.urandom(16), Client()
+        fields = {"reply": self.orchestrator.hub.address, "wanted": ("text",), "has_inputs": bool(tensors)} | more
+        message = msg.Open(run, "req", encode_request(request or chat()), **fields)
+        inputs = Chunk(run, msg.INPUTS_EDGE, tensors=tensors) if tensors else None
+        self.loop.take(Call(client, message, inputs))
+        return client, run
+
+    def turn(self, count: int = 3) -> None:
+        for _ in range(count):
+            self.loop.turn(0)
+            self.orchestrator.read()
+
+    def told(self, run: bytes) -> list[Any]:
+        """What the orchestrator heard of a run."""
+        return [item for item in self.orchestrator.got if getattr(item, "run", None) == run]
+
+    def orchestrator_dies(self) -> None:
+        self.orchestrator.hub.close()
+        self.orchestrator.hub = Hub("nobody")
+
+    def close(self) -> None:
+        self.keeper.kill()
+        for hub in (self.hub, self.orchestrator.hub):
+            hub.close()

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage's loop: when calls are acknowledged, who tells their ends in every order of events, and the worker's care."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.kit.stage_harness import StageBench
+from tests.kit.worker_harness import chat
+from triton_omni.backends.control import messages as msg
+from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.errors import ErrorInfo
+from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
+from triton_omni.backends.stub.worker_process import FIRST_PAUSE_S, GIVE_UP_AFTER, LONGEST_PAUSE_S, STEADY_S
+from triton_omni.backends.worker.loop import Worker
+
+DIED = "[stage_failed:tokens] the stage's worker died"
+FINAL = ("FINAL", None)
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes benches that are closed at the end."""
+    made = []
+
+    def bench(ready=True, **deploy):
+        made.append(StageBench(tmp_path, **deploy))
+        if ready:
+            made[-1].worker_is_ready()
+        return made[-1]
+
+    yield bench
+    for each in made:
+        each.close()
+
+
+def lines(ends):
+    return [end.error.error().line() for end in ends if isinstance(end, msg.Failed)]
+
+
+# --- opening -----------------------------------------------------------------------------------------------------
+def test_all_opens_of_one_long_step_join_at_its_end(make):
+    """The worker is inside a step all the time; every call is acknowledged meanwhile, and one turn takes them all."""
+    b, n = make(), 64
+    engine = PIPELINE.stage("tokens").engine(EngineContext("toy", "tokens", {}))
+    worker = Worker(PIPELINE, "tokens", engine, b.keeper.theirs)
+    calls = [b.call(request=chat(2)) for _ in range(n)]
+    b.turn()
+    assert [client.sent for client, _ in calls] == [["ack"]] * n
+    assert {m.run for m in b.orchestrator.of(msg.Received)} == {run for _, run in calls}
+    assert (len(worker.records), worker.numbers["steps"]) == (0, 0)
+    worker.turn(0)
+    assert (len(worker.records), worker.numbers["steps"]) == (n, 1)
+    b.turn()
+    assert len(b.orchestrator.of(msg.Accepted)) == n
+    assert b.orchestrator.texts == ["w0 "] * n, "the first step was everybody's"
+
+
+def test_an_orchestrators_call_is_received_acknowledged_and_handed_over(make):
+    b = make()
+    client, run = b.call()
+    b.turn()
+    assert client.sent == ["ack"]
+    assert b.told(run) == [msg.Received(run)]
+    assert [type(m) for m in b.worker_reads()] == [msg.Open]
+
+
+def test_a_run_that_is_open_already_is_refused_in_the_first_response(make):
+    b = make()
+    first, run = b.call()
+    second, _ = b.call(run)
+    b.turn()
+    assert lines([second.sent[0][1]]) == ["[bad_request:open] this run is open already"]
+    assert first.sent == ["ack"]
+    assert b.told(run) == [msg.Received(run)], "nothing is said of the first"
+
+
+def test_a_call_of_a_dead_orchestrator_gets_nothing(make, tmp_path):
+    """A send to it would wait for ever."""
+    b = make()
+    client, _ = b.call(reply=str(tmp_path / "gone.sock"))
+    b.turn()
+    assert client.sent == []
+    assert b.worker_reads() == []
+
+
+def test_inputs_wait_for_room_and_other_calls_do_not(make):
+    b = make()
+    large = Tensor.of("image", np.zeros(24 << 20, np.uint8))
+    waiting = [b.call(None, large)[1] for _ in range(4)]
+    _, small = b.call()
+    b.turn()
+    arrived = b.worker_reads()
+    assert [m.run for m in arrived if isinstance(m, msg.Open)] == [*waiting[:2], small]
+    for chunk in (m for m in arrived if isinstance(m, Chunk)):
+        b.to_stub.release(chunk)
+    b.turn()
+    assert [m.run for m in b.worker_reads() if isinstance(m, msg.Open)] == waiting[2:]
+
+
+# --- ends: one per run, FINAL first ------------------------------------------------------------------------------
+def test_an_accepted_runs_end_is_told_by_its_worker(make):
+    b = make()
+    client, run = b.call()
+    b.turn()
+    b.to_stub.send(msg.Accepted(run))
+    b.to_stub.send(msg.Finished(run, "stop"))
+    b.turn()
+    assert client.sent == ["ack", FINAL]
+    b.worker_reads()
+    client.close()
+    b.turn()
+    assert b.worker_reads() == [msg.Release(run)]
+    assert b.told(run) == [msg.Received(run)]
+
+
+def test_a_refused_runs_end_is_told_by_us_after_its_final(make):
+    b = make()
+    client, run = b.call()
+    b.turn()
+    refusal = msg.Failed(run, ErrorInfo("bad_request", "no such voice", "voice"))
+    b.to_stub.send(refusal)
+    b.turn()
+    assert client.sent == ["ack", FINAL]
+    assert b.told(run) == [msg.Received(run)]
+    client.close()
+    b.turn()
+    assert b.told(run) == [msg.Received(run), refusal]
+    assert [type(m) for m in b.worker_reads()] == [msg.Open], "nothing to release"
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_a_death_ends_every_call_the_worker_had(make, accepted):
+    """Also of a run it told us it accepted: its word to the orchestrator may have been lost with it."""
+    b = make()
+    client, run = b.call()
+    b.turn()
+    if accepted:
+        b.to_stub.send(msg.Accepted(run))
+    b.worker_dies()
+    b.turn()
+    assert client.sent == ["ack", FINAL]
+    client.close()
+    b.turn()
+    assert lines(b.told(run)) == [DIED]
+    assert b.keeper.state == "restarting"
+
+
+def test_a_death_between_the_last_word_and_the_release_is_a_failure(make):
+    """What the worker had not sent yet is lost, so the run must not look complete."""
+    b = make()
+    client, run = b.call()
+    b.turn()
+    b.to_stub.send(msg.Accepted(run))
+    b.to_stub.send(msg.Finished(run, "stop"))
+    b.turn()
+    b.worker_dies()
+    b.turn()
+    assert client.sent == ["ack", FINAL]
+    client.close()
+    b.turn()
+    assert lines(b.told(run)) == [DIED]
+
+
+def test_a_death_while_inputs_wait_ends_those_calls_too(make):
+    b = make()
+    large = Tensor.of("image", np.zeros(24 << 20, np.uint8))
+    calls = [b.call(None, large) for _ in range(4)]
+    b.turn()
+    b.worker_dies()
+    b.turn()
+    for client, _ in calls:
+        client.close()
+    b.turn()
+    assert [lines(b.told(run)) for _, run in calls] == [[DIED]] * 4
+
+
+def test_calls_are_refused_at_once_while_there_is_no_worker(make):
+    b = make()
+    b.worker_dies()
+    b.turn()
+    client, run = b.call()
+    b.turn()
+    assert client.sent == ["ack", FINAL]
+    client.close()
+    b.turn()
+    assert lines(b.told(run)) == ["[unavailable:tokens] the stage is restarting"]
+
+
+@pytest.mark.parametrize("told", ["death", "by the worker"])
+def test_nothing_is_sent_through_triton_to_an_orchestrator_that_died(make, told):
+    b = make()
+    client, run = b.call()
+    b.turn()
+    b.to_stub.send(msg.Accepted(run))
+    b.turn()
+    b.orchestrator_dies()
+    if told == "death":
+        b.loop.turn(0)
+        b.worker_dies()
+        b.loop.turn(0)
+    else:
+        b.to_stub.send(msg.Failed(run, ErrorInfo("unavailable", "the orchestrator died"), reply_lost=True))
+        b.loop.turn(0)
+        assert b.worker_reads()[-1] == msg.Release(run)
+    assert client.sent == ["ack"]
+
+
+# --- direct calls ------------------------------------------------------------------------------------------------
+def test_a_direct_call_gets_its_pieces_and_its_end(make):
+    b = make()
+    client, run = b.call(reply="")
+    b.turn()
+    b.to_stub.send(msg.Accepted(run))
+    for index in range(2):
+        assert b.to_stub.put(Chunk(run, "@text", index, meta={"text": "x"}))
+    end = msg.Finished(run, "length")
+    b.to_stub.send(end)
+    b.turn()
+    assert client.sent == [("text", 0), ("text", 1), ("FINAL", end)]
+    b.worker_reads()
+    client.close()
+    b.turn()
+    assert b.worker_reads() == [msg.Release(run)]
+    assert b.to_stub.connector.in_flight == 0
+    assert b.orchestrator.got == []
+
+
+def test_a_direct_call_whose_client_leaves_is_stopped(make):
+    b = make()
+    client, run = b.call(reply="")
+    b.turn()
+    client.gone()
+    b.turn()
+    assert b.worker_reads()[-1] == msg.Stop(run)
+
+
+def test_a_direct_call_whose_client_leaves_before_there_is_room_never_reaches_the_worker(make):
+    b = make()
+    large = Tensor.of("image", np.zeros(24 << 20, np.uint8))
+    calls = [b.call(None, large, reply="") for _ in range(3)]
+    b.turn()
+    client, _ = calls[2]
+    client.gone()
+    b.turn()
+    assert lines([client.sent[-1][1]]) == ["[cancelled:tokens] client_gone"]
+    arrived = b.worker_reads()
+    for chunk in (m for m in arrived if isinstance(m, Chunk)):
+        b.to_stub.release(chunk)
+    b.turn()
+    assert [m.run for m in arrived + b.worker_reads() if isinstance(m, msg.Open)] == [run for _, run in calls[:2]]
+
+
+def test_a_direct_call_hears_of_a_death(make):
+    b = make()
+    client, _ = b.call(reply="")
+    b.turn()
+    b.worker_dies()
+    b.turn()
+    assert lines([client.sent[-1][1]]) == [DIED]
+
+
+# --- the worker --------------------------------------------------------------------------------------------------
+def test_a_first_worker_that_cannot_load_is_the_models_error(make):
+    b = make(ready=False)
+    b.to_stub.send(msg.Ping("toy/tokens", "failed", 0, "no weights"))
+    b.worker_dies()
+    b.turn()
+    assert (b.loop.settled, b.loop.refusal) == (True, "no weights")
+    b.clock.now_s += 1_000
+    b.turn()
+    assert b.keeper.theirs is None, "nobody starts it again"
+
+
+def test_a_first_worker_killed_while_loading_is_the_models_error(make):
+    b = make(ready=False)
+    b.worker_dies()
+    b.turn()
+    assert b.loop.refusal == "the engine worker died while loading"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_slow_load_is_left_alone_and_one_beyond_its_bound_is_killed(make, first):
+    b = make(ready=not first, hang_s=2, start_timeout_s=100)
+    if not first:
+        b.worker_dies()
+        b.turn()
+        b.clock.now_s += FIRST_PAUSE_S
+        b.turn()
+    kills = b.keeper.kills
+    b.clock.now_s += 100
+    b.turn()
+    assert b.keeper.kills == kills, "hang_s does not bound a load"
+    b.clock.now_s += 0.1
+    b.turn()
+    assert b.keeper.kills > kills
+    assert b.loop.refusal == ("the engine was not ready within 100 s" if first else "")
+    assert b.keeper.state == ("starting" if first else "restarting")
+
+
+def test_no_bound_means_no_bound(make):
+    b = make(ready=False, start_timeout_s=0, hang_s=0)
+    b.clock.now_s += 1e6
+    b.turn()
+    b.worker_is_ready()
+    b.clock.now_s += 1e6
+    b.turn()
+    assert b.keeper.kills == 0
+
+
+def test_a_hung_worker_is_killed_and_its_calls_fail(make):
+    b = make(hang_s=5)
+    client, run = b.call()
+    b.turn()
+    b.clock.now_s += 4
+    b.to_stub.send(msg.Ping("toy/tokens", "ready"))
+    b.turn()
+    b.clock.now_s += 5
+    b.turn()
+    assert client.sent == ["ack"], "time counts from the last sign of life"
+    b.clock.now_s += 0.1
+    b.turn()
+    client.close()
+    b.turn()
+    assert lines(b.told(run)) == [DIED]
+    b.clock.now_s += FIRST_PAUSE_S
+    b.turn()
+    b.worker_is_ready()
+
+
+def test_deaths_in_a_row_wait_longer_each_time_and_then_it_gives_up(make):
+    b = make()
+    pauses = []
+    for _ in range(GIVE_UP_AFTER - 1):
+        b.worker_dies()
+        b.turn()
+        pauses.append(b.keeper.retry_s - b.clock.now_s)
+        b.clock.now_s += pauses[-1] - 0.01
+        b.turn()
+        assert b.keeper.theirs is None, "not before it is due"
+        b.clock.now_s += 0.02
+        b.turn()
+        b.worker_is_ready()
+    assert pauses == pytest.approx([min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**i) for i in range(GIVE_UP_AFTER - 1)])
+    b.worker_dies()
+    b.turn()
+    b.clock.now_s += 1e6
+    b.turn()
+    assert (b.keeper.state, b.keeper.theirs) == ("gave_up", None)
+    client, run = b.call()
+    b.turn()
+    client.close()
+    b.turn()
+    assert lines(b.told(run)) == ["[unavailable:tokens] the stage's worker died too often; it is not started again"]
+
+
+def test_a_steady_life_starts_the_pauses_anew(make):
+    b = make()
+    for _ in range(GIVE_UP_AFTER + 2):
+        b.clock.now_s += STEADY_S
+        b.worker_dies()
+        b.turn()
+        b.clock.now_s += FIRST_PAUSE_S
+        b.turn()
+        b.worker_is_ready()
