@@ -94,7 +94,7 @@ def test_the_memory_that_is_free_is_the_bound_where_deploy_says_none(folder: Pat
     assert 0 < engine_of(folder).model.memory.most < free_bytes(torch.device("cpu")) + (1 << 30)
 
 
-def test_weights_that_are_elsewhere_need_room_when_they_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_cost_that_are_elsewhere_need_room_when_they_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton_omni.backends.diffusion import memory
     from triton_omni.backends.diffusion.options import DiffusionOptions
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tests.unit.diffusion.test_fairness import Plain
+from tests.unit.diffusion.test_scheduling import Plain
 from triton_omni.backends.diffusion.scheduling import choose
 from triton_omni.backends.diffusion.step_cost import Measure, Weights
 
@@ -56,7 +56,7 @@ def test_a_size_at_which_sharing_saves_nothing_is_never_shared_nor_is_a_larger_o
     assert weights(75) == weights(266) == weights(300) == math.inf
 
 
-def test_weights_do_not_fall_with_a_measurement_that_was_lucky() -> None:
+def test_step_cost_do_not_fall_with_a_measurement_that_was_lucky() -> None:
     weights = Weights.of_measures([Measure(26, 1.0, 1.5), Measure(74, 1.2, 1.3)])
     assert weights(74) >= weights(26) > 0
 
