@@ -117,7 +117,7 @@ def batch(engine, size: int, tokens: int) -> dict[str, float]:
     for i in range(size):
         request = GenerateRequest(messages=(Message("user", f"{i}. {TEXT}"),), sampling=sampling)
         engine.open(Run(os.urandom(16), str(i), request, wanted=frozenset({"text"})))
-    while engine.busy:
+    while engine.has_work:
         engine.step()
         steps += 1
     total = time.monotonic() - begun

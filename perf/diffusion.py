@@ -127,7 +127,7 @@ class Life:
 
     @property
     def is_over(self) -> bool:
-        return not self._arrivals and not self._engine.busy
+        return not self._arrivals and not self._engine.has_work
 
     def turn(self) -> None:
         """Some steps, or a jump to the next arrival."""
@@ -139,7 +139,7 @@ class Life:
                 run = Run(new_run_id(), "perf", request)
                 self._came[run.id] = at
                 self._engine.open(run)
-            if not self._engine.busy:
+            if not self._engine.has_work:
                 self.now_s = self._arrivals[0][0]
                 continue
             events = self._engine.step()

@@ -94,7 +94,7 @@ class Chain:
                 self._feed(job, stage, engine)
                 targets = self._pipeline.downstream(stage, job.runs)
                 job.runs[stage].blocked = any(len(job.inbox[target]) >= WINDOW_CHUNKS for target in targets)
-        if engine.busy:
+        if engine.has_work:
             for event in engine.step():
                 self._route(self._jobs[event.run.id], stage, event)
 

@@ -66,7 +66,7 @@ def steps_of(engine: DiffusionEngine, side: int) -> Iterator[Cost]:
         cost = Cost(time.perf_counter() - started, max(cpu_s(p) - b for p, b in zip(pids, before, strict=True)))
         if 0 < began < run.state.step:
             yield cost
-    while engine.busy:
+    while engine.has_work:
         engine.step()
 
 

@@ -174,7 +174,7 @@ class ArEngine:
         return events
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Runs whose grammar is being compiled do not count: the loop is woken when that is done."""
         return any(not is_compiling(live.scheduled) for live in self.live.values())
 

@@ -167,7 +167,7 @@ class FrameEngine:
         return events
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Runs whose next row is missing or whose consumer is full do not count: the loop sleeps until it changes."""
         return bool(self._over) or any(self._can_go_on(live) for live in self._live.values())
 

@@ -125,7 +125,7 @@ class CodecEngine:
             self._runs.remove(run)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         return any(self._can_work(run) for run in self._runs)
 
     def step(self) -> Sequence[Event]:

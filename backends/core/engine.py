@@ -121,7 +121,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """True if `step` would do work now; False lets the loop sleep until a message arrives or the engine, whose
         own threads have done something, calls its context's `wake`."""
         ...

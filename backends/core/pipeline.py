@@ -37,7 +37,7 @@ class EngineContext:
     models_dir: str = ""
     """Folder that relative model names are resolved in."""
     wake: Callable[[], None] = lambda: None
-    """Makes a sleeping loop ask the engine again whether it is busy; from any thread."""
+    """Makes a sleeping loop ask the engine again for work; from any thread."""
 
 
 @dataclass(frozen=True)

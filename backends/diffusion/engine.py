@@ -88,7 +88,7 @@ class DiffusionEngine:
         self._drop(run.state)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         return bool(self._decodes or self._choose())
 
     def step(self) -> Sequence[Event]:

@@ -60,7 +60,7 @@ class Worker:
         """Serve until the stub is gone."""
         self.stub = stub
         while not stub.lost:
-            self.turn(0.0 if self.engine.busy else max(0.0, self._next_tick - self._clock()))
+            self.turn(0.0 if self.engine.has_work else max(0.0, self._next_tick - self._clock()))
 
     def turn(self, timeout_s: float) -> None:
         """One turn of the loop: receive, feed, step, deliver."""
@@ -73,7 +73,7 @@ class Worker:
                 if peer is not None:
                     self._receive(peer, item)
             self._feed()
-        events = self._step() if self.engine.busy else ()
+        events = self._step() if self.engine.has_work else ()
         with self.hub.joined():
             self._deliver(events)
             now = self._clock()

@@ -44,7 +44,7 @@ def drain(engine, into=None):
     """Step until nothing is left, grammars that are still compiled among it; {run: events}."""
     events = {} if into is None else into
     for _ in range(STEP_LIMIT):
-        if not engine.busy:
+        if not engine.has_work:
             if not engine.live:
                 return events
             await_grammars(engine)

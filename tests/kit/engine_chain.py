@@ -92,7 +92,7 @@ class Chain:
         for name in stages or self.engines:
             for job in self.jobs:
                 self._feed(name, job)
-            if self.engines[name].busy:
+            if self.engines[name].has_work:
                 for event in self.engines[name].step():
                     self._route(name, event)
 

@@ -61,7 +61,9 @@ def feed_all(engine: Engine, subject: Subject, runs: list[Run]) -> dict[bytes, l
             left = waiting[run.id]
             while left and engine.feed(run, left[0], len(left) == 1):
                 left.pop(0)
-        assert engine.busy or any(waiting.values()), "runs are open, nothing waits, and the engine has nothing to do"
+        assert engine.has_work or any(waiting.values()), (
+            "runs are open, none waits for input, and the engine has no work"
+        )
         for event in engine.step():
             assert event.run.id in open_runs, "an event of a run that has ended"
             events[event.run.id].append(event)
@@ -82,7 +84,7 @@ def a_run_ends_once_and_names_only_itself(subject: Subject) -> None:
     assert {e.name for e in events if isinstance(e, Output)} <= subject.wanted
     lasts = [i for i, e in enumerate(e for e in events if isinstance(e, Send)) if e.last]
     assert len(lasts) <= 1
-    assert not engine.busy
+    assert not engine.has_work
     engine.close()
 
 
@@ -107,13 +109,13 @@ def a_stopped_run_is_never_heard_of_again(subject: Subject) -> None:
     left = list(subject.inputs)
     if left:
         engine.feed(stopped, left[0], False)
-    if engine.busy:
+    if engine.has_work:
         engine.step()
     engine.stop(stopped)
     engine.stop(stopped)
     events = feed_all(engine, subject, [other])
     assert isinstance(events[other.id][-1], Finished)
-    assert not engine.busy
+    assert not engine.has_work
     engine.close()
 
 
@@ -124,7 +126,7 @@ def a_refused_run_leaves_nothing(subject: Subject) -> None:
     with pytest.raises(BadRequest) as caught:
         engine.open(subject.run(subject.refused))
     assert caught.value.where
-    assert not engine.busy
+    assert not engine.has_work
     run = subject.run()
     engine.open(run)
     feed_all(engine, subject, [run])
@@ -133,7 +135,7 @@ def a_refused_run_leaves_nothing(subject: Subject) -> None:
 
 def an_idle_engine_makes_nothing(subject: Subject) -> None:
     engine = subject.make()
-    assert not engine.busy
+    assert not engine.has_work
     assert list(engine.step()) == []
     engine.close()
 

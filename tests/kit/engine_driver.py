@@ -35,7 +35,7 @@ def step_until_idle(engine: Engine) -> dict[Run, list[Event]]:
     """Step until nothing is left to do; events by run, in order."""
     events: dict[Run, list[Event]] = {}
     for _ in range(STEP_LIMIT):
-        if not engine.busy:
+        if not engine.has_work:
             return events
         for event in engine.step():
             events.setdefault(event.run, []).append(event)
@@ -52,7 +52,7 @@ def feed_all(engine: Engine, run: Run, inputs: Sequence[Any], after: Callable[[l
         else:
             raise AssertionError("the engine never took the input")
         for _ in range(STEP_LIMIT):
-            if not engine.busy:
+            if not engine.has_work:
                 break
             after(list(engine.step()))
 

@@ -44,7 +44,7 @@ def finish(engine: Any, most_steps: int = 2000) -> list[Event]:
     """Step until nothing is left to do; the events in order."""
     events: list[Event] = []
     for _ in range(most_steps):
-        if not engine.busy:
+        if not engine.has_work:
             return events
         events += engine.step()
     raise AssertionError(f"still busy after {most_steps} steps")
@@ -56,7 +56,7 @@ def draw_latents(engine: Any, runs: Sequence[Run]) -> tuple[list[Any], list[Even
         engine.open(run)
     latents: dict[bytes, Any] = {}
     events: list[Event] = []
-    while engine.busy:
+    while engine.has_work:
         events += engine.step()
         latents |= {run.id: run.state.latents for run in runs if not run.state.steps_left}
     return [latents[run.id] for run in runs], events

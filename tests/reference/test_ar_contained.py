@@ -58,7 +58,7 @@ def test_an_answer_that_the_feed_cannot_take_ends_alone(engine, folder):
         said = tokens(events[run])
         assert said == expected[: len(said)]
         assert sum(isinstance(event, Failed) for event in events[run]) == 1
-    assert not engine.busy and not engine.llm.has_unfinished_requests()
+    assert not engine.has_work and not engine.llm.has_unfinished_requests()
     assert free_blocks(engine) == free
 
 

@@ -84,7 +84,7 @@ def test_runs_that_join_and_leave_in_mid_stream_change_nothing(engine, reference
         waiting = list(range(len(PROMPTS)))
         rng.shuffle(waiting)
         passers_by = []
-        while waiting or engine.busy:
+        while waiting or engine.has_work:
             if waiting and rng.random() < 0.4:
                 i = waiting.pop()
                 runs[i] = chat(PROMPTS[i], max_tokens=LENGTHS[i])
@@ -177,7 +177,7 @@ def test_more_tokens_than_the_context_has_are_refused(engine):
     with pytest.raises(BadRequest, match=str(engine.max_model_len)) as caught:
         engine.open(chat("fox", max_tokens=engine.max_model_len + 1))
     assert caught.value.where == "sampling.max_tokens"
-    assert not engine.busy
+    assert not engine.has_work
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------
@@ -237,17 +237,17 @@ def test_while_a_grammar_is_compiled_no_step_is_spent_on_it(engine, reference, c
     woken.clear()
     run, other = chat("answer", max_tokens=60, json_schema={"enum": ["yes", "no"]}), chat(PROMPTS[0], max_tokens=24)
     engine.open(run)
-    assert not engine.busy
+    assert not engine.has_work
     engine.open(other)
     events, steps = {}, 0
-    while engine.busy:
+    while engine.has_work:
         step(engine, events)
         steps += 1
     assert tokens(events[other]) == reference[0][1]
     assert steps == len(tokens(events[other])), "every step made a token of the other run"
     assert run not in events and not woken.is_set()
     compilers.set()
-    assert woken.wait(60) and engine.busy
+    assert woken.wait(60) and engine.has_work
     assert text(drain(engine, events)[run]) in ('"yes"', '"no"')
     assert free_blocks(engine) == free
 
@@ -258,7 +258,7 @@ def test_a_run_that_is_stopped_has_no_grammar_compiled(engine, compilers, woken)
     engine.open(run)
     grammar = run.state.scheduled.structured_output_request._grammar
     engine.stop(run)
-    assert grammar.cancelled() and woken.is_set() and not engine.busy
+    assert grammar.cancelled() and woken.is_set() and not engine.has_work
     assert answer(engine, chat("x", max_tokens=2))
 
 
@@ -288,7 +288,7 @@ def test_what_cannot_be_served_is_refused_and_nothing_is_kept(engine, make, wher
     with pytest.raises(BadRequest) as caught:
         engine.open(make())
     assert caught.value.where == where
-    assert not engine.busy
+    assert not engine.has_work
     assert free_blocks(engine) == free
 
 
@@ -333,7 +333,7 @@ def test_stopping_the_only_run_leaves_the_engine_idle(engine):
     engine.open(run)
     step(engine, {})
     engine.stop(run)
-    assert not engine.busy
+    assert not engine.has_work
     assert free_blocks(engine) == free
 
 
@@ -341,7 +341,7 @@ def test_stopping_a_run_that_waits_for_upstream(engine):
     run = chat("x", upstream=("transcriber",))
     engine.open(run)
     engine.stop(run)
-    assert not engine.busy
+    assert not engine.has_work
 
 
 # --- priority, upstream ----------------------------------------------------------------------------------------------
@@ -365,10 +365,10 @@ def test_transcripts_take_the_place_of_audio_parts_in_order(engine):
         "", messages=(Message("system", "Be brief."), Message("user", parts)), upstream=("ears",), max_tokens=9
     )
     engine.open(heard)
-    assert not engine.busy
+    assert not engine.has_work
     assert engine.feed(heard, {"index": 1, "text": " the lazy dog "}, False)
     assert engine.feed(heard, {"index": 0, "text": "the quick fox"}, False)
-    assert not engine.busy
+    assert not engine.has_work
     assert engine.feed(heard, {}, True)
     events = drain(engine)[heard]
     read = (Message("system", "Be brief."), Message("user", "the quick fox\nand then\nthe lazy dog"))
@@ -382,7 +382,7 @@ def test_a_missing_transcript_is_an_error_not_a_silence(engine):
     with pytest.raises(OmniError, match="transcript"):
         engine.feed(run, {}, True)
     engine.stop(run)
-    assert not engine.busy
+    assert not engine.has_work
 
 
 def test_a_long_transcript_is_refused_like_a_long_message(engine):
@@ -391,4 +391,4 @@ def test_a_long_transcript_is_refused_like_a_long_message(engine):
     with pytest.raises(BadRequest) as caught:
         engine.feed(run, {"index": 0, "text": "fox " * 3000}, True)
     assert caught.value.where == "messages"
-    assert not engine.busy
+    assert not engine.has_work

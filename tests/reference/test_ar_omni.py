@@ -73,7 +73,7 @@ def test_a_talker_without_words_sleeps(chain):
         chain.turn()
     for _ in range(50):
         chain.turn("talker")
-    assert not chain.engines["talker"].busy
+    assert not chain.engines["talker"].has_work
     spoken = len(job.sent("talker", "codes"))
     assert 0 < spoken < 5
     chain.turn()
@@ -90,7 +90,7 @@ def test_a_talker_whose_consumer_is_full_waits_and_loses_nothing(chain, referenc
     while not (other.over("talker") and job.over("thinker")):
         chain.turn()
     assert len(job.sent("talker", "codes")) == spoken
-    assert not chain.engines["talker"].busy
+    assert not chain.engines["talker"].has_work
     job.runs["talker"].blocked = False
     chain.run()
     check(job, reference[0])
@@ -126,7 +126,7 @@ def test_stopped_at_any_time_everything_is_free_again(chain, reference, turns):
     check(other, reference[5])
     assert free_blocks(chain) == free
     assert not chain.engines["talker"].gate.runs
-    assert not any(engine.busy for engine in chain.engines.values())
+    assert not any(engine.has_work for engine in chain.engines.values())
 
 
 def test_voices_are_the_checkpoints(chain, folder):
@@ -138,4 +138,4 @@ def test_voices_are_the_checkpoints(chain, folder):
     with pytest.raises(BadRequest, match="aiden, chelsie, ethan") as caught:
         chain.open(request(0, voice="nobody"))
     assert caught.value.where == "voice"
-    assert not any(engine.busy for engine in chain.engines.values())
+    assert not any(engine.has_work for engine in chain.engines.values())

@@ -60,7 +60,7 @@ def decode(engine, many, pieces=1):
             if len(part):
                 chunk = Chunk(run.id, "talker", tensors=(Tensor.of("codes", part),))
                 assert engine.feed(run, chunk, at + pieces >= len(codes))
-        while engine.busy:
+        while engine.has_work:
             for event in engine.step():
                 if isinstance(event, Output):
                     sound[event.run].append(event.tensors[0].data)

@@ -95,7 +95,7 @@ def test_rows_that_grow_beyond_all_bounds_end_their_run_alone(talker, config):
         assert not drive.codes(events[bad])
         assert beside == alone
         assert spoken(talker, config)[0] == alone, "what the failed run left in the cache was read"
-        assert blocks_of(talker) == free and not talker.busy and not talker.llm.has_unfinished_requests()
+        assert blocks_of(talker) == free and not talker.has_work and not talker.llm.has_unfinished_requests()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_piece_that_is_none_is_refused_and_leaves_nothing(talker, config, chan
         talker.feed(run, change(piece(config), config), False)
     assert caught.value.where == "thinker->talker"
     talker.stop(run)
-    assert blocks_of(talker) == free and not talker.busy and not talker.llm.has_unfinished_requests()
+    assert blocks_of(talker) == free and not talker.has_work and not talker.llm.has_unfinished_requests()
 
 
 def test_a_word_that_is_none_in_mid_answer(talker, config):

@@ -91,6 +91,6 @@ def test_too_many_or_too_long_media_are_refused(chain, case, schema):
     with pytest.raises(BadRequest) as caught:
         chain.open(*given)
     assert caught.value.where == "messages"
-    assert not chain.engines["thinker"].busy
+    assert not chain.engines["thinker"].has_work
     for engine in chain.engines.values():
         assert not engine.llm.has_unfinished_requests()

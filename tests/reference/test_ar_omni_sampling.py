@@ -211,7 +211,7 @@ def test_parameters_that_are_no_schema_are_the_tools_fault(chain):
     run = Run(os.urandom(16), "r", request(0, tools=(broken,), tool_choice="f"))
     with pytest.raises(BadRequest) as caught:
         chain.engines["thinker"].open(run)
-    assert caught.value.where == "tools" and not chain.engines["thinker"].busy
+    assert caught.value.where == "tools" and not chain.engines["thinker"].has_work
 
 
 def test_a_call_the_model_begins_by_itself_is_not_spoken(chain, reference):

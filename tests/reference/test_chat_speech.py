@@ -147,10 +147,10 @@ def test_sound_of_a_streamed_text_is_the_sound_of_the_whole(talker: TalkerEngine
     events: list[Event] = []
     for place in range(len(text) + 1):
         assert talker.feed(run, text[place : place + 1], last=place == len(text))
-        while talker.busy:
+        while talker.has_work:
             for codes in drive.codes(talker.step()):
                 assert code2wav.feed(sink, drive.codes_chunk(codes), last=False)
-        while code2wav.busy:
+        while code2wav.has_work:
             events += code2wav.step()
         if place == 20:
             assert any(isinstance(event, Output) for event in events), "the first clause makes no sound yet"

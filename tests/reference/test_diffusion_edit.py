@@ -204,7 +204,7 @@ def test_an_edit_that_cannot_be_made_is_refused(
     with pytest.raises(BadRequest, match=says) as caught:
         engine.open(edit_run(prompt, items, mask, steps=2))
     assert caught.value.where == where
-    assert not engine.busy
+    assert not engine.has_work
 
 
 def test_a_mask_fixes_the_size(engine: Any) -> None:

@@ -155,7 +155,7 @@ def test_between_two_steps_at_most_one_prompt_and_one_picture_go_through_their_n
     engine.step()
     for i in range(4):
         engine.open(image_run(f"the number {i}", width=64, height=64, steps=2, seed=i, n=2, partial_images=1))
-    while engine.busy:
+    while engine.has_work:
         encoded, step = engine.model.encoded, steady.state.step
         events = engine.step()
         assert engine.model.encoded - encoded <= 1
@@ -175,7 +175,7 @@ def test_a_stopped_run_costs_no_further_step_and_leaves_no_trace(engine: Any) ->
     assert run.state.step <= 4
     assert len(pictures(events, other)) == 1
     engine.stop(run)  # again: nothing happens
-    assert not engine.busy
+    assert not engine.has_work
     assert engine._drawings == engine._decodes == []
 
 
@@ -320,7 +320,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_its_length(engine: Any) -> No
     with pytest.raises(BadRequest) as caught:
         engine.open(image_run("red", width=64, height=64, steps=2, negative_prompt="red " * 5000, true_cfg_scale=2.0))
     assert caught.value.where == "stages.denoiser.negative_prompt"
-    assert not engine.busy
+    assert not engine.has_work
 
 
 def test_special_tokens_in_a_prompt_are_text(engine: Any, stock: Any) -> None:

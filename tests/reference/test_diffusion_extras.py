@@ -113,10 +113,10 @@ def test_loras_that_do_not_exist_are_named(folder: Path, loras: dict, tmp_path: 
     engine = engine_of(folder, loras=loras)
     with pytest.raises(BadRequest, match=r"no LoRA 'inc'; this stage has: ink, chalk") as caught:
         engine.open(image_run("3", **SIZE, steps=4, lora="inc"))
-    assert caught.value.where == "stages.denoiser.lora" and not engine.busy
+    assert caught.value.where == "stages.denoiser.lora" and not engine.has_work
     with pytest.raises(BadRequest, match="no LoRA that") as caught:
         engine.open(image_run("3", **SIZE, steps=4, lora_scale=0.5))
-    assert caught.value.where == "stages.denoiser.lora_scale" and not engine.busy
+    assert caught.value.where == "stages.denoiser.lora_scale" and not engine.has_work
     with pytest.raises(OptionsError, match=r"loras: 'ink': .*nowhere is missing"):
         engine_of(folder, loras={"ink": str(tmp_path / "nowhere")})
     with pytest.raises(OptionsError, match="loras: 'ink'"):

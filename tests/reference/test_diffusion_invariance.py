@@ -99,7 +99,7 @@ def life(engine: Any, asked: list[dict[str, Any]], rng: random.Random) -> tuple[
     runs: dict[int, Run] = {}
     undisturbed: set[int] = set()
     events: list[Event] = []
-    while order or engine.busy:
+    while order or engine.has_work:
         while order and rng.random() < 0.5:
             number = order.pop()
             runs[number] = make(asked[number])

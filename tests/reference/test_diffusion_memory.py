@@ -85,7 +85,7 @@ def test_what_can_never_fit_is_refused_naming_what_is_too_large(folder: Path) ->
     with pytest.raises(BadRequest, match="memory") as caught:
         engine.open(image_run("two", width=256, height=256, steps=2, n=10))
     assert caught.value.where == "stages.denoiser.n"
-    assert not engine.busy and not engine.model.encoded
+    assert not engine.has_work and not engine.model.encoded
 
 
 def test_the_memory_that_is_free_is_the_bound_where_deploy_says_none(folder: Path) -> None:
@@ -134,7 +134,7 @@ def test_who_does_not_fit_waits_until_another_is_done(folder: Path) -> None:
         engine.open(run)
     events: list[Any] = []
     most_inside = 0
-    while engine.busy:
+    while engine.has_work:
         events += engine.step()
         inside = [r for r in runs if r.state.is_inside and r.state in engine._drawings]
         most_inside = max(most_inside, len(inside))
@@ -150,7 +150,7 @@ def test_a_step_holds_as_many_as_there_is_memory_for(folder: Path) -> None:
     most = max(needs.alone, 3 * needs.step) // needs.step
     for run in twins(4):
         engine.open(run)
-    while engine.busy:
+    while engine.has_work:
         assert sum(d.needs.step for d in engine._choose()) <= most * needs.step
         engine.step()
 
@@ -181,6 +181,6 @@ def test_a_run_that_is_blocked_while_it_holds_the_memory_does_not_make_the_engin
     engine.step()
     held.blocked = True
     engine.open(waiting)
-    assert not engine.busy
+    assert not engine.has_work
     held.blocked = False
     assert len(pictures(finish(engine), held)) == 1

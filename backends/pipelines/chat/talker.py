@@ -63,7 +63,7 @@ class TalkerEngine:
             self._runs.remove(run)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         return any(_can_work(run) for run in self._runs)
 
     def step(self) -> Sequence[Event]:

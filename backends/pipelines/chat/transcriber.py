@@ -61,7 +61,7 @@ class TranscriberEngine:
             self._runs.remove(run)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         return any(not run.blocked for run in self._runs)
 
     def step(self) -> Sequence[Event]:

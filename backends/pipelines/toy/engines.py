@@ -116,7 +116,7 @@ class ToyEngine:
             self._runs.remove(run)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         return any(self._can_work(run) for run in self._runs)
 
     def step(self) -> Sequence[Event]:

@@ -81,12 +81,12 @@ def test_first_chunk_is_small_and_leaves_as_soon_as_its_context_is_there() -> No
     codec, run = engine(), fed_run()
     codec.open(run)
     assert codec.feed(run, drive.codes_chunk(frames(10 + RIGHT - 1)), last=False)
-    assert not codec.busy
+    assert not codec.has_work
     assert codec.feed(run, drive.codes_chunk(frames(1)), last=False)
     (event,) = codec.step()
     assert isinstance(event, Output) and event.tensors[0].spec.shape == (10 * HOP,)
     assert event.meta == {"sample_rate": 8000}
-    assert not codec.busy
+    assert not codec.has_work
     assert codec.feed(run, drive.codes_chunk(frames(25)), last=False)
     (event,) = codec.step()
     assert isinstance(event, Output) and event.tensors[0].spec.shape == (25 * HOP,)
@@ -144,7 +144,7 @@ def test_unknown_and_impossible_options_are_refused(options: dict[str, Any], whe
     codec = engine()
     with pytest.raises(BadRequest) as error:
         codec.open(fed_run(code2wav=options))
-    assert error.value.where == where and not codec.busy
+    assert error.value.where == where and not codec.has_work
 
 
 @pytest.mark.parametrize("key", ["first_chunk_frames", "chunk_frames"])
@@ -154,7 +154,7 @@ def test_a_chunk_that_the_queue_cannot_hold_is_refused(key: str) -> None:
     codec = engine(max_queued_frames=50)
     with pytest.raises(BadRequest) as error:
         codec.open(fed_run(code2wav={key: 51 - RIGHT}))
-    assert error.value.where == f"stages.code2wav.{key}" and not codec.busy
+    assert error.value.where == f"stages.code2wav.{key}" and not codec.has_work
     events = drive.run_with(codec, fed_run(code2wav={key: 50 - RIGHT}), [*codes, drive.codes_chunk(None)])
     assert drive.end(events).usage == {"audio_samples": 60 * HOP}
     with pytest.raises(ValueError, match="max_queued_frames"):
@@ -223,7 +223,7 @@ def test_stopped_run_is_silent() -> None:
     assert codec.feed(run, drive.codes_chunk(frames(60)), last=True)
     codec.step()
     codec.stop(run)
-    assert not codec.busy and not codec.step()
+    assert not codec.has_work and not codec.step()
     codec.stop(run)
 
 

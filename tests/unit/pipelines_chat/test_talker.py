@@ -73,7 +73,7 @@ def test_first_clause_leaves_while_the_text_goes_on(talker: TalkerEngine) -> Non
     talker.open(run)
     assert talker.feed(run, "Hello there. How", last=False)
     (event,) = talker.step()
-    assert isinstance(event, Send) and not talker.busy
+    assert isinstance(event, Send) and not talker.has_work
     assert talker.feed(run, " are you", last=True)
     assert isinstance(talker.step()[-1], Finished)
 
@@ -90,7 +90,7 @@ def test_a_text_that_cannot_be_read_is_refused_where_it_is_all_there_is(talker: 
     failed = drive.end(drive.run_with(talker, speech_run(text)))
     assert isinstance(failed, Failed) and isinstance(failed.error, BadRequest) and failed.error.where == "input"
     assert isinstance(drive.end(drive.run_with(talker, speech_run(f"{text} Hello."))), Finished)
-    assert not talker.busy
+    assert not talker.has_work
 
 
 def test_long_words_are_read_in_pieces(voice: Voice) -> None:
@@ -110,7 +110,7 @@ def test_runs_take_turns(talker: TalkerEngine) -> None:
     for run in runs:
         talker.open(run)
     order: list[Run] = []
-    while talker.busy:
+    while talker.has_work:
         order += [event.run for event in talker.step() if isinstance(event, Send)]
     assert order == runs * 3
 
@@ -140,7 +140,7 @@ def test_stopped_run_is_silent(talker: TalkerEngine) -> None:
     talker.open(run)
     talker.step()
     talker.stop(run)
-    assert not talker.busy and not talker.step()
+    assert not talker.has_work and not talker.step()
 
 
 @pytest.mark.parametrize(("speed", "factor"), [(0.25, 4.0), (0.5, 2.0), (2.0, 0.5), (4.0, 0.25)])
@@ -167,5 +167,5 @@ def test_an_unreadable_clause_ends_its_own_run_only(
     with monkeypatch.context() as patch:
         patch.setattr(voice, "phonemes", lambda _text: [].pop())
         failed = talker.step()
-    assert [type(event) for event in failed] == [Failed] and not talker.busy
+    assert [type(event) for event in failed] == [Failed] and not talker.has_work
     assert isinstance(drive.end(drive.run_with(talker, speech_run(TEXT))), Finished)

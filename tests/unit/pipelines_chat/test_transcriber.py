@@ -130,19 +130,19 @@ def test_a_blocked_run_waits_and_a_stopped_one_is_gone() -> None:
     hearing, run = engine(), asking((0.5, 1))
     hearing.open(run)
     run.blocked = True
-    assert not hearing.busy and list(hearing.step()) == []
+    assert not hearing.has_work and list(hearing.step()) == []
     run.blocked = False
-    assert hearing.busy
+    assert hearing.has_work
     hearing.stop(run)
     hearing.stop(run)
-    assert not hearing.busy and list(hearing.step()) == []
+    assert not hearing.has_work and list(hearing.step()) == []
 
 
 def test_a_refused_run_leaves_nothing_behind() -> None:
     hearing = engine()
     with pytest.raises(BadRequest) as refused:
         hearing.open(asking((0.5, 121)))
-    assert refused.value.where == "audio" and not hearing.busy
+    assert refused.value.where == "audio" and not hearing.has_work
 
 
 @pytest.fixture(scope="module")

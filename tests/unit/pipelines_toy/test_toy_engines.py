@@ -81,7 +81,7 @@ def test_misbehaviour_on_request():
     engine, run = make("tokens"), SUBJECTS["tokens"].run(chat(9, tokens={"hold_after": 3, "burst": 5}))
     engine.open(run)
     assert len([e for e in engine.step() if isinstance(e, Output)]) == 3
-    assert not engine.busy
+    assert not engine.has_work
     engine, run = make("tokens"), SUBJECTS["tokens"].run(chat(9, tokens={"raise_after": 0}))
     engine.open(run)
     with pytest.raises(RuntimeError, match="raised on request"):
@@ -94,7 +94,7 @@ def test_misbehaviour_on_request():
     assert engine.step()
     assert engine.step() == ()
     run.blocked = True
-    assert not engine.busy
+    assert not engine.has_work
 
 
 def test_dying_on_request_is_a_kill():

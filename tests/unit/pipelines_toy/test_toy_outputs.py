@@ -13,7 +13,7 @@ def test_only_every_so_many_th_output_goes_to_the_client():
     request = GenerateRequest(sampling=Sampling(max_tokens=7), stages={"tokens": {"output_every": 3}})
     engine.open(Run(b"r", "r", request, wanted=frozenset({"text"})))
     events = []
-    while engine.busy:
+    while engine.has_work:
         events += engine.step()
     assert [e.meta["text"] for e in events if isinstance(e, Output)] == ["w0 ", "w3 ", "w6 "]
     assert isinstance(events[-1], Finished) and events[-1].usage["completion_tokens"] == 7

@@ -423,7 +423,7 @@ def test_an_engine_that_breaks_in_a_step_ends_every_run_and_the_worker(at):
 class Scripted:
     """An engine whose steps are given; for what no toy does."""
 
-    busy = True
+    has_work = True
 
     def __init__(self, *steps):
         self.steps = list(steps)

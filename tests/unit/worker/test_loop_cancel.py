@@ -34,7 +34,7 @@ class Counting:
         self.runs.remove(run)
 
     @property
-    def busy(self):
+    def has_work(self):
         return bool(self.runs)
 
     def step(self):
@@ -82,4 +82,4 @@ def test_a_stop_takes_one_turn_in_every_phase(tmp_path, phase):
         b.stop(run)
         b.turn(1)
         assert [end.reason for end in b.stub.of(msg.Finished)] == ["stopped"]
-        assert not engine.busy
+        assert not engine.has_work
