@@ -12,10 +12,10 @@ import msgspec
 from triton_omni.backends.config import paths
 from triton_omni.backends.control.records import InstanceRecord, Role, State, remove_record, touch_record, write_record
 
-BEAT_S = 0.25  # readers call a record stuck that is older than records.SILENT_S
+HEARTBEAT_S = 0.25  # readers call a record stuck that is older than records.SILENT_S
 
 
-class Presence:
+class InstanceHeartbeat:
     """One instance's record. Driven by the stub's loop in every turn: a loop that stands still falls silent."""
 
     def __init__(self, run_dir: Path, model: str, instance: str, role: Role, address: str) -> None:
@@ -33,7 +33,7 @@ class Presence:
             address=address,
         )
 
-    def say(self, state: State, worker_pid: int = 0, restarts: int = 0, ready_s: float = 0.0) -> None:
+    def update(self, state: State, worker_pid: int = 0, restarts: int = 0, ready_s: float = 0.0) -> None:
         """Write the record if something changed; otherwise touch it, now and then."""
         now = time.monotonic()
         record = msgspec.structs.replace(
@@ -42,7 +42,7 @@ class Presence:
         if record != self._record or not self._written:
             self._record, self._written = record, True
             write_record(self._run_dir, record)
-        elif now - self._beat_s >= BEAT_S:
+        elif now - self._beat_s >= HEARTBEAT_S:
             touch_record(self._run_dir, record.model, record.instance)
         else:
             return

@@ -31,7 +31,7 @@ from triton_omni.backends.core.errors import (
     StageFailed,
     Unavailable,
 )
-from triton_omni.backends.stub.worker_process import Keeper
+from triton_omni.backends.stub.worker_process import WorkerProcess
 
 log = logging.getLogger("triton_omni.stage")
 
@@ -90,7 +90,7 @@ class StageLoop:
         self,
         stage: str,
         deploy: StageDeploy,
-        keeper: Keeper,
+        worker_process: WorkerProcess,
         hub: Hub,
         note: Callable[[msg.Ping], None],
         clock: Callable[[], float] = time.monotonic,
@@ -98,7 +98,7 @@ class StageLoop:
         """`note` gets every sign of life of the worker."""
         self.stage = stage
         self.hub = hub
-        self.keeper = keeper
+        self.worker_process = worker_process
         self.settled = False
         """True when the first worker is ready, or never will be: then `refusal` says why."""
         self.refusal = ""
@@ -118,11 +118,11 @@ class StageLoop:
         """Start the worker; also when it is due again."""
         now = self._heard_s = self._clock()
         try:
-            self._worker = self.hub.adopt(self.keeper.start(now))
+            self._worker = self.hub.adopt(self.worker_process.start(now))
         except OSError as error:  # no such interpreter, no memory: tried again with back-off
             log.error("the worker could not be started: %s", error)
             self.settle(f"the worker could not be started: {error}")
-            self.keeper.died(now)
+            self.worker_process.died(now)
 
     def turn(self, timeout_s: float = TURN_S) -> None:
         """One turn: take what came in, hand over what may go, look after the worker."""
@@ -186,8 +186,10 @@ class StageLoop:
     def _hand_over(self, call: Call) -> bool:
         """Give a call to the worker; False if there is no room for its inputs now."""
         worker = self._worker
-        if worker is None or self.keeper.state != "ready":
-            self._fail(call, Unavailable(_NOT_READY.get(self.keeper.state, "the stage is not ready"), self.stage))
+        if worker is None or self.worker_process.state != "ready":
+            self._fail(
+                call, Unavailable(_NOT_READY.get(self.worker_process.state, "the stage is not ready"), self.stage)
+            )
             return True
         if call.inputs is not None and not worker.put(call.inputs):
             return False
@@ -258,8 +260,8 @@ class StageLoop:
     def _on_ping(self, ping: msg.Ping) -> None:
         if ping.state == "failed":
             self.settle(ping.text)
-        elif ping.state == "ready" and self.keeper.state != "ready":
-            self.keeper.is_ready(self._clock())
+        elif ping.state == "ready" and self.worker_process.state != "ready":
+            self.worker_process.is_ready(self._clock())
             self.settled = True
         self._note(ping)
 
@@ -275,13 +277,13 @@ class StageLoop:
             self._fail(call, self._death())
         self.settle("the engine worker died while loading")
         if not self.refusal:
-            self.keeper.died(self._clock())
+            self.worker_process.died(self._clock())
 
     def _death(self) -> OmniError:
         return StageFailed("the stage's worker died", self.stage)
 
     def settle(self, refusal: str) -> None:
-        """The first worker will never be ready. The first reason counts; later workers are the keeper's business."""
+        """Record that the first worker will never be ready. Only the first reason is kept."""
         if not self.settled:
             self.refusal = refusal
             self.settled = True
@@ -289,13 +291,13 @@ class StageLoop:
     def _keep_worker(self) -> None:
         """Start a dead worker when it is due; end one that gives no sign of life, or does not become ready."""
         now = self._clock()
-        ready = self.keeper.state == "ready"
+        ready = self.worker_process.state == "ready"
         bound = self._deploy.hang_s if ready else self._deploy.start_timeout_s
-        if self.keeper.due(now):
+        if self.worker_process.due(now):
             self.start()
         elif self._worker is not None and now - self._heard_s > bound > 0:
             silent = "gave no sign of life for" if ready else "was not ready within"
             log.error("the engine %s %g s", silent, bound)
             self.settle(f"the engine {silent} {bound:g} s")
-            self.keeper.kill()  # its link closes, which is handled like any other death
+            self.worker_process.kill()  # its link closes, which is handled like any other death
             self._heard_s = now

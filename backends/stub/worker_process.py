@@ -13,7 +13,7 @@ from pathlib import Path
 
 from triton_omni.backends.control.records import State
 
-log = logging.getLogger("triton_omni.keeper")
+log = logging.getLogger("triton_omni.stub")
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
@@ -47,7 +47,7 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-class Keeper:
+class WorkerProcess:
     """One worker process. Driven by the stub's loop, which brings the time."""
 
     def __init__(self, command: Command) -> None:

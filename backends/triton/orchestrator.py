@@ -26,7 +26,7 @@ from triton_omni.backends.orchestrator.driver import Orchestrator
 from triton_omni.backends.orchestrator.ports import Piece
 from triton_omni.backends.orchestrator.request_state import Arrival
 from triton_omni.backends.pipelines import load
-from triton_omni.backends.stub.heartbeat import Presence
+from triton_omni.backends.stub.heartbeat import InstanceHeartbeat
 from triton_omni.backends.stub.placement import instance_id
 from triton_omni.backends.triton import tensors
 from triton_omni.backends.triton.bls import BlsOpener
@@ -57,8 +57,8 @@ class TritonPythonModel:
         self._opener = BlsOpener()
         self.orchestrator = Orchestrator(self._pipeline, self._deploy, self._hub, self._opener, self._stage_states)
         self.metrics = OrchestratorMetrics(self._pipeline.name, self.orchestrator)
-        self._presence = Presence(self._run_dir, name, instance, "orchestrator", self._hub.address)
-        self._presence.say("ready")
+        self._heartbeat = InstanceHeartbeat(self._run_dir, name, instance, "orchestrator", self._hub.address)
+        self._heartbeat.update("ready")
         self._closing = False
         self._loop = threading.Thread(target=self._run, name="orchestrator", daemon=True)
         self._loop.start()
@@ -78,7 +78,7 @@ class TritonPythonModel:
         self._closing = True
         self._hub.wake()
         self._loop.join(5.0)
-        self._presence.remove()
+        self._heartbeat.remove()
         drained = self._opener.stop()
         self.senders.close()
         self.watch.close()
@@ -95,7 +95,7 @@ class TritonPythonModel:
         while not self._closing:
             try:
                 self.orchestrator.turn()
-                self._presence.say(self.orchestrator.state)
+                self._heartbeat.update(self.orchestrator.state)
             except Exception:  # the loop border: one request's trouble must not end the loop for others
                 log.exception("a turn of the loop failed")
 

@@ -27,10 +27,10 @@ from triton_omni.backends.core.ids import new_request_id, new_run_id
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines import load
 from triton_omni.backends.stub import placement
-from triton_omni.backends.stub.heartbeat import Presence
+from triton_omni.backends.stub.heartbeat import InstanceHeartbeat
 from triton_omni.backends.stub.open_request import read_open
 from triton_omni.backends.stub.stage_loop import Call, StageLoop
-from triton_omni.backends.stub.worker_process import Command, Keeper
+from triton_omni.backends.stub.worker_process import Command, WorkerProcess
 from triton_omni.backends.triton import tensors
 from triton_omni.backends.triton.logs import use_triton_log
 from triton_omni.backends.triton.metrics import StageMetrics
@@ -60,9 +60,9 @@ class TritonPythonModel:
         self.senders = Senders()
         self.watch = CancelWatch()
         self.metrics = StageMetrics(self._pipeline.name, self.stage.name, self._instance)
-        self._keeper = Keeper(self._command(args))
-        self._loop = StageLoop(self.stage.name, self._deploy, self._keeper, self._hub, self._note)
-        self._presence = Presence(self._run_dir, self._model, self._instance, "stage", str(self._address))
+        self._worker_process = WorkerProcess(self._command(args))
+        self._loop = StageLoop(self.stage.name, self._deploy, self._worker_process, self._hub, self._note)
+        self._heartbeat = InstanceHeartbeat(self._run_dir, self._model, self._instance, "stage", str(self._address))
         self._settled = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
@@ -84,8 +84,8 @@ class TritonPythonModel:
         self._closing = True
         self._hub.wake()
         self._thread.join(5.0)
-        self._presence.remove()
-        self._keeper.stop()
+        self._heartbeat.remove()
+        self._worker_process.stop()
         self.senders.close()
         self.watch.close()
         self._hub.close()
@@ -129,14 +129,14 @@ class TritonPythonModel:
 
     def _say(self) -> None:
         """Bring the record up to date before anybody hears that we are ready."""
-        keeper = self._keeper
-        ready_s = 0.0 if keeper.ready_s is None else keeper.ready_s - keeper.started_s
-        self._presence.say(keeper.state, keeper.pid, keeper.restarts, ready_s)
+        worker_process = self._worker_process
+        ready_s = 0.0 if worker_process.ready_s is None else worker_process.ready_s - worker_process.started_s
+        self._heartbeat.update(worker_process.state, worker_process.pid, worker_process.restarts, ready_s)
         if self._loop.settled:
             self._settled.set()
 
     def _note(self, ping: msg.Ping) -> None:
-        self.metrics.note(ping.numbers, ping.live, self._keeper.restarts)
+        self.metrics.note(ping.numbers, ping.live, self._worker_process.restarts)
 
     # --- Triton's thread -------------------------------------------------------------------------------------------
     def _call(self, request: Any, sender: Any) -> Call:

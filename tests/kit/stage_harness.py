@@ -19,12 +19,12 @@ from triton_omni.backends.control.hub import Hub, Peer
 from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.generate import GenerateRequest, encode_request
 from triton_omni.backends.stub.stage_loop import Call, StageLoop
-from triton_omni.backends.stub.worker_process import Command, Keeper
+from triton_omni.backends.stub.worker_process import Command, WorkerProcess
 
 PATIENCE_TURNS = 200
 
 
-class SocketKeeper(Keeper):
+class SocketWorkerProcess(WorkerProcess):
     """Keeps a worker that is no process: `theirs` is the worker's end, a kill closes it."""
 
     def __init__(self, worker_address: Path) -> None:
@@ -90,32 +90,34 @@ class StageBench:
 
     def __init__(self, folder: Path, **deploy: Any) -> None:
         self.clock = Clock()
-        self.keeper = SocketKeeper(folder / "worker.sock")
+        self.worker_process = SocketWorkerProcess(folder / "worker.sock")
         self.hub = Hub("toy/tokens")
         self.orchestrator = Side(Hub("toy/", folder / "orchestrator.sock"))
-        self.loop = StageLoop("tokens", StageDeploy(**deploy), self.keeper, self.hub, lambda ping: None, self.clock)
+        self.loop = StageLoop(
+            "tokens", StageDeploy(**deploy), self.worker_process, self.hub, lambda ping: None, self.clock
+        )
         self.from_worker: list[Any] = []
         self.loop.start()
 
     # --- what the worker does --------------------------------------------------------------------------------------
     @property
     def to_stub(self) -> Peer:
-        return self.keeper.stub
+        return self.worker_process.stub
 
     def worker_is_ready(self) -> None:
         self.to_stub.send(msg.Ping("toy/tokens", "ready"))
         self.turn()
-        assert self.keeper.state == "ready"
+        assert self.worker_process.state == "ready"
 
     def worker_dies(self) -> None:
-        assert self.keeper.theirs is not None
-        self.keeper.theirs.close()
-        self.keeper.theirs = None
+        assert self.worker_process.theirs is not None
+        self.worker_process.theirs.close()
+        self.worker_process.theirs = None
 
     def worker_reads(self) -> list[Any]:
         """What came to the worker since the last time."""
-        assert self.keeper.theirs is not None
-        return [item for peer, item in self.keeper.theirs.poll(0) if peer is not None]
+        assert self.worker_process.theirs is not None
+        return [item for peer, item in self.worker_process.theirs.poll(0) if peer is not None]
 
     # --- what everybody else does ----------------------------------------------------------------------------------
     def call(self, run: bytes | None = None, *tensors: Tensor, request: GenerateRequest | None = None, **more: Any):
@@ -141,6 +143,6 @@ class StageBench:
         self.orchestrator.hub = Hub("nobody")
 
     def close(self) -> None:
-        self.keeper.kill()
+        self.worker_process.kill()
         for hub in (self.hub, self.orchestrator.hub):
             hub.close()

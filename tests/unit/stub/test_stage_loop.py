@@ -45,7 +45,7 @@ def test_all_opens_of_one_long_step_join_at_its_end(make):
     """The worker is inside a step all the time; every call is acknowledged meanwhile, and one turn takes them all."""
     b, n = make(), 64
     engine = PIPELINE.stage("tokens").engine(EngineContext("toy", "tokens", {}))
-    worker = Worker(PIPELINE, "tokens", engine, b.keeper.theirs)
+    worker = Worker(PIPELINE, "tokens", engine, b.worker_process.theirs)
     calls = [b.call(request=chat(2)) for _ in range(n)]
     b.turn()
     assert [client.sent for client, _ in calls] == [["ack"]] * n
@@ -145,7 +145,7 @@ def test_a_death_ends_every_call_the_worker_had(make, accepted):
     client.close()
     b.turn()
     assert lines(b.told(run)) == [DIED]
-    assert b.keeper.state == "restarting"
+    assert b.worker_process.state == "restarting"
 
 
 def test_a_death_between_the_last_word_and_the_release_is_a_failure(make):
@@ -271,7 +271,7 @@ def test_a_first_worker_that_cannot_load_is_the_models_error(make):
     assert (b.loop.settled, b.loop.refusal) == (True, "no weights")
     b.clock.now_s += 1_000
     b.turn()
-    assert b.keeper.theirs is None, "nobody starts it again"
+    assert b.worker_process.theirs is None, "nobody starts it again"
 
 
 def test_a_first_worker_killed_while_loading_is_the_models_error(make):
@@ -289,15 +289,15 @@ def test_a_slow_load_is_left_alone_and_one_beyond_its_bound_is_killed(make, firs
         b.turn()
         b.clock.now_s += FIRST_PAUSE_S
         b.turn()
-    kills = b.keeper.kills
+    kills = b.worker_process.kills
     b.clock.now_s += 100
     b.turn()
-    assert b.keeper.kills == kills, "hang_s does not bound a load"
+    assert b.worker_process.kills == kills, "hang_s does not bound a load"
     b.clock.now_s += 0.1
     b.turn()
-    assert b.keeper.kills > kills
+    assert b.worker_process.kills > kills
     assert b.loop.refusal == ("the engine was not ready within 100 s" if first else "")
-    assert b.keeper.state == ("starting" if first else "restarting")
+    assert b.worker_process.state == ("starting" if first else "restarting")
 
 
 def test_no_bound_means_no_bound(make):
@@ -307,7 +307,7 @@ def test_no_bound_means_no_bound(make):
     b.worker_is_ready()
     b.clock.now_s += 1e6
     b.turn()
-    assert b.keeper.kills == 0
+    assert b.worker_process.kills == 0
 
 
 def test_a_hung_worker_is_killed_and_its_calls_fail(make):
@@ -336,10 +336,10 @@ def test_deaths_in_a_row_wait_longer_each_time_and_then_it_gives_up(make):
     for _ in range(GIVE_UP_AFTER - 1):
         b.worker_dies()
         b.turn()
-        pauses.append(b.keeper.retry_s - b.clock.now_s)
+        pauses.append(b.worker_process.retry_s - b.clock.now_s)
         b.clock.now_s += pauses[-1] - 0.01
         b.turn()
-        assert b.keeper.theirs is None, "not before it is due"
+        assert b.worker_process.theirs is None, "not before it is due"
         b.clock.now_s += 0.02
         b.turn()
         b.worker_is_ready()
@@ -348,7 +348,7 @@ def test_deaths_in_a_row_wait_longer_each_time_and_then_it_gives_up(make):
     b.turn()
     b.clock.now_s += 1e6
     b.turn()
-    assert (b.keeper.state, b.keeper.theirs) == ("gave_up", None)
+    assert (b.worker_process.state, b.worker_process.theirs) == ("gave_up", None)
     client, run = b.call()
     b.turn()
     client.close()

@@ -23,7 +23,7 @@ from triton_omni.backends.stub.worker_process import (
     STEADY_S,
     Backoff,
     Command,
-    Keeper,
+    WorkerProcess,
 )
 
 TIMEOUT_S = 30.0
@@ -49,13 +49,13 @@ def test_a_long_life_starts_the_back_off_anew():
 @contextlib.contextmanager
 def worker(address, *extra, stage="tokens"):
     arguments = ("--address", str(address), "--pipeline", "toy", "--stage", stage, *extra)
-    keeper, hub = Keeper(Command(Path(sys.executable), arguments, {"OMP_NUM_THREADS": "1"})), Hub("stub")
-    peer = hub.adopt(keeper.start(time.monotonic()))
+    worker_process, hub = WorkerProcess(Command(Path(sys.executable), arguments, {"OMP_NUM_THREADS": "1"})), Hub("stub")
+    peer = hub.adopt(worker_process.start(time.monotonic()))
     try:
-        yield keeper, hub, peer
+        yield worker_process, hub, peer
     finally:
         hub.close()
-        keeper.kill()
+        worker_process.kill()
 
 
 def wait_for(hub, kind):
@@ -71,55 +71,55 @@ def wait_for(hub, kind):
 
 def test_a_worker_process_lives_serves_and_ends_with_its_stub(tmp_path):
     fds = open_fds()
-    with worker(tmp_path / "w.sock") as (keeper, hub, peer):
+    with worker(tmp_path / "w.sock") as (worker_process, hub, peer):
         ready = wait_for(hub, msg.Ping)
         assert (ready.name, ready.state) == ("toy/tokens", "ready")
         assert probe(str(tmp_path / "w.sock"), TIMEOUT_S).state == "ready"
         peer.send(msg.Open(b"r" * 16, "req", encode_request(chat(2)), wanted=("text",)))
         assert wait_for(hub, msg.Finished).reason == "length"
-        process = keeper.process
+        process = worker_process.process
         peer.connector.close()
         assert process.wait(TIMEOUT_S) == 0
     assert open_fds() == fds
 
 
 def test_a_worker_that_cannot_load_says_why(tmp_path):
-    with worker(tmp_path / "w.sock", stage="nonsense") as (keeper, hub, _):
+    with worker(tmp_path / "w.sock", stage="nonsense") as (worker_process, hub, _):
         failed = wait_for(hub, msg.Ping)
         assert failed.state == "failed"
         assert "StopIteration" in failed.text or "nonsense" in failed.text
-        assert keeper.process.wait(TIMEOUT_S) == 1
+        assert worker_process.process.wait(TIMEOUT_S) == 1
 
 
 def test_a_killed_worker_is_started_again_when_it_is_time(tmp_path):
-    with worker(tmp_path / "w.sock") as (keeper, hub, _):
+    with worker(tmp_path / "w.sock") as (worker_process, hub, _):
         wait_for(hub, msg.Ping)
-        keeper.process.kill()
+        worker_process.process.kill()
         wait_for(hub, Lost)
         now = time.monotonic()
-        keeper.died(now)
-        assert keeper.state == "restarting"
-        assert keeper.restarts == 1
-        assert keeper.pid == 0
-        assert not keeper.due(now)
-        assert keeper.due(now + FIRST_PAUSE_S)
-        hub.adopt(keeper.start(now))
-        assert not keeper.due(now + 100)
+        worker_process.died(now)
+        assert worker_process.state == "restarting"
+        assert worker_process.restarts == 1
+        assert worker_process.pid == 0
+        assert not worker_process.due(now)
+        assert worker_process.due(now + FIRST_PAUSE_S)
+        hub.adopt(worker_process.start(now))
+        assert not worker_process.due(now + 100)
         assert wait_for(hub, msg.Ping).state == "ready"
-        assert keeper.pid > 0
-        keeper.stop()
-        assert keeper.pid == 0
-        keeper.stop()
+        assert worker_process.pid > 0
+        worker_process.stop()
+        assert worker_process.pid == 0
+        worker_process.stop()
         wait_for(hub, Lost)
 
 
-def test_a_keeper_gives_up(tmp_path):
-    keeper = Keeper(Command(Path(sys.executable), ()))
+def test_worker_process_gives_up(tmp_path):
+    worker_process = WorkerProcess(Command(Path(sys.executable), ()))
     for _ in range(GIVE_UP_AFTER + 1):
-        keeper.died(0.0)
-    assert keeper.state == "gave_up"
-    assert not keeper.due(1e9)
-    keeper.kill()
+        worker_process.died(0.0)
+    assert worker_process.state == "gave_up"
+    assert not worker_process.due(1e9)
+    worker_process.kill()
 
 
 def test_the_stubs_path_settings_do_not_reach_the_worker(tmp_path, monkeypatch):
@@ -129,15 +129,15 @@ def test_the_stubs_path_settings_do_not_reach_the_worker(tmp_path, monkeypatch):
     fake = tmp_path / "python"
     fake.write_text(f"#!/bin/sh\nenv > {seen}.part\nmv {seen}.part {seen}\n", encoding="utf-8")
     fake.chmod(0o755)
-    keeper = Keeper(Command(fake, (), {"OURS": "1"}))
-    with keeper.start(0.0):
-        assert keeper.process.wait(TIMEOUT_S) == 0
+    worker_process = WorkerProcess(Command(fake, (), {"OURS": "1"}))
+    with worker_process.start(0.0):
+        assert worker_process.process.wait(TIMEOUT_S) == 0
     text = seen.read_text(encoding="utf-8")
     assert "PYTHONPATH" not in text
     assert "LD_LIBRARY_PATH" not in text
     assert "OURS=1" in text
-    assert keeper.process.args[0] == str(fake)
-    keeper.kill()
+    assert worker_process.process.args[0] == str(fake)
+    worker_process.kill()
 
 
 @pytest.mark.parametrize("name", ["", "No", "../toy", "toy.engines", "chat-1"])
