@@ -3,8 +3,10 @@
 
 vLLM has public seams for models and schedulers but none for rows of a step, so three classes are extended here:
 
-    worker     makes its model runner a HookedRunner; one of several ends with the first error in a step
-    runner     taps layers, writes input rows, hands over sampled tokens, all inside one step
+    worker     every engine's is a RankWorker: it extends its model runner, and one of several ends with the first error
+               in a step; an engine with hooks has a HookedWorker
+    runner     every V1 runner is a SeededRunner; a HookedRunner also taps layers, writes input rows and hands over
+               sampled tokens, all inside one step
     scheduler  does not schedule a run whose next input row has not arrived; sends the gate's notes to the runners along
                with the step, and hands over what they made of it
 
@@ -54,6 +56,25 @@ CHECKED_VERSION = "0.32."
 assert vllm.__version__.startswith(CHECKED_VERSION), (
     f"backends/ar/upstream.py was checked against vLLM {CHECKED_VERSION}*, this is {vllm.__version__}"
 )
+
+
+class SeededRunner:
+    """Mixed in front of the platform's V1 model runner class: seeded runs may compute their prompt in pieces on a CPU.
+
+    vLLM draws a token also for a run whose prompt is not complete, throws it away and sets the run's generator back
+    (gpu_model_runner.py, `_bookkeeping_sync`). Generators of a CPU have no offset: the call raises out of the step and
+    ends the worker. Such a run draws without its own generator instead, which then needs no setting back.
+    """
+
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        generators: dict[int, Any] = self.input_batch.generators
+        incomplete = {i: generators[i] for i in generators if self.discard_request_mask.np[i]}
+        for i in incomplete:
+            del generators[i]
+        try:
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        finally:
+            generators |= incomplete
 
 
 class HookedRunner:
@@ -119,10 +140,9 @@ class HookedRunner:
         return found
 
 
-RUNNERS: dict[str, type] = {
-    "vllm.v1.worker.cpu_model_runner": HookedRunner,
-    "vllm.v1.worker.gpu_model_runner": HookedRunner,
-    "vllm.v1.worker.gpu.model_runner": upstream_v2.HookedRunner,
+V1_RUNNERS = ("vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.gpu_model_runner")
+HOOKS: dict[str, type] = dict.fromkeys(V1_RUNNERS, HookedRunner) | {
+    "vllm.v1.worker.gpu.model_runner": upstream_v2.HookedRunner
 }
 """Hooks by the module of the platform's runner."""
 
@@ -138,6 +158,13 @@ class RankWorker(Worker):  # pyright: ignore[reportGeneralTypeIssues]
         with tell_reason(self.rank):
             super().init_device()
         unlink_shared_memory()
+        if type(self.model_runner).__module__ in V1_RUNNERS:
+            self._extend_runner(SeededRunner)
+
+    def _extend_runner(self, mixin: type) -> None:
+        runner = type(self.model_runner)
+        extended = type(f"{mixin.__name__}{runner.__name__}", (mixin, runner), {"__module__": runner.__module__})
+        self.model_runner.__class__ = extended  # type: ignore[assignment]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with tell_reason(self.rank):
@@ -153,6 +180,7 @@ class RankWorker(Worker):  # pyright: ignore[reportGeneralTypeIssues]
 
 
 RANK_WORKER = f"{__name__}.{RankWorker.__name__}"
+"""EngineArgs.worker_cls of an engine without hooks."""
 
 
 class HookedWorker(RankWorker):
@@ -163,11 +191,11 @@ class HookedWorker(RankWorker):
         if model is not None:
             register_model(model[0], pkgutil.resolve_name(model[1]))
         super().init_device()
-        kind = type(self.model_runner)
-        hooks = RUNNERS.get(kind.__module__)
+        runner = type(self.model_runner)
+        hooks = HOOKS.get(runner.__module__)
         if hooks is None:
-            raise RuntimeError(f"there are no hooks for vLLM's {kind.__module__}.{kind.__name__}")
-        self.model_runner.__class__ = type(f"Hooked{kind.__name__}", (hooks, kind), {})  # type: ignore[assignment]
+            raise RuntimeError(f"no hooks for vLLM's {runner.__module__}.{runner.__name__}")
+        self._extend_runner(hooks)
 
     def attach_taps(self, taps: Taps) -> None:
         """Called in every rank. All hold the same hidden rows, so the first one's are taken."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kit.ar_runs import PROMPTS, chat, drain, end, greedy_reference, make_engine, tokens
+from tests.kit.ar_runs import PROMPTS, answer, chat, drain, end, greedy_reference, make_engine, tokens
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.tiny_checkpoints import tiny_llama
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(120)
+LONG_PROMPT = 1924  # words of one token each
 ANSWER = 80  # tokens: long enough that all runs are live at once and outgrow the cache
 
 
@@ -35,3 +36,26 @@ def test_chunked_prefill_and_preemption_change_nothing(tmp_path):
         )
     finally:
         small.close()
+
+
+def test_seeded_prompts_computed_in_pieces_change_nothing(tmp_path):
+    """Six prompts of about 1,934 tokens at the default token budget: most of them are computed over several steps."""
+    folder = tiny_llama(tmp_path)
+    engine = make_engine(
+        folder, max_num_batched_tokens=2048, max_model_len=2048, enable_prefix_caching=False,
+        kv_cache_memory_bytes=64 << 20, hf_overrides={"max_position_embeddings": 2048},
+    )  # fmt: skip
+    try:
+
+        def runs():
+            return [chat(f"{i} " + "a " * LONG_PROMPT, max_tokens=12, temperature=0.9, seed=i) for i in range(6)]
+
+        alone = [answer(engine, run) for run in runs()]
+        together = runs()
+        for run in together:
+            engine.open(run)
+        events = drain(engine)
+        assert [tokens(events[run]) for run in together] == [tokens(events) for events in alone]
+        assert end(events[together[0]]).usage["prompt_tokens"] > 1900
+    finally:
+        engine.close()
