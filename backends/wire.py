@@ -32,9 +32,12 @@ from triton_omni.backends.core.errors import BadRequest, OmniError, from_line
 from triton_omni.backends.core.generate import (
     Deadlines,
     GenerateRequest,
+    ImageParams,
     Message,
     Part,
     Sampling,
+    SpeechParams,
+    TranscriptionParams,
     decode_request,
     encode_request,
 )
@@ -42,12 +45,13 @@ from triton_omni.backends.core.ids import TRACEPARENT, new_request_id
 
 __all__ = [
     "AUDIO", "EVENT", "IMAGE", "OPEN", "REQUEST", "SHORT_FORM", "STREAM", "TEXT_INPUT", "TEXT_OUTPUT", "TRACEPARENT",
-    "VIDEO", "WIRE_VERSION", "BadRequest", "Deadlines", "Event", "GenerateRequest", "Message", "OmniError", "Part",
-    "Sampling", "decode_event", "decode_request", "encode_event", "encode_request", "from_line",
+    "VIDEO", "WIRE_VERSION", "BadRequest", "Deadlines", "Event", "GenerateRequest", "ImageParams", "Message",
+    "OmniError", "Part", "Sampling", "SpeechParams", "TranscriptionParams",
+    "decode_event", "decode_request", "encode_event", "encode_request", "from_line",
     "new_request_id", "short_form", "with_stream",
 ]  # fmt: skip
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 REQUEST, TEXT_INPUT, STREAM = "request", "text_input", "stream"
 EVENT, TEXT_OUTPUT = "event", "text_output"
@@ -99,9 +103,13 @@ def decode_event(data: bytes) -> Event:
 SHORT_FORM: dict[str, tuple[str, type]] = {
     "operation": ("operation", str),
     "modalities": ("modalities", list),
-    "voice": ("voice", str),
-    "language": ("language", str),
-    "speed": ("speed", float),
+    "voice": ("speech.voice", str),
+    "language": ("speech.language", str),
+    "speed": ("speech.speed", float),
+    "instructions": ("speech.instructions", str),
+    "width": ("image.width", int),
+    "height": ("image.height", int),
+    "steps": ("image.steps", int),
     "priority": ("priority", int),
     "max_tokens": ("sampling.max_tokens", int),
     "temperature": ("sampling.temperature", float),

@@ -15,7 +15,16 @@ from typing import Any, BinaryIO, Self
 import msgspec
 import numpy as np
 
-from triton_omni.backends.wire import Event, GenerateRequest, Message, Part, Sampling
+from triton_omni.backends.wire import (
+    Event,
+    GenerateRequest,
+    ImageParams,
+    Message,
+    Part,
+    Sampling,
+    SpeechParams,
+    TranscriptionParams,
+)
 from triton_omni.media import Media
 from triton_omni.pieces import Piece
 from triton_omni.subtitles import Phrase, srt, vtt
@@ -96,7 +105,7 @@ def _answer(client: Client, options: argparse.Namespace, messages: tuple[Message
     request = GenerateRequest(
         messages=messages,
         modalities=("text", "audio") if options.speak else ("text",),
-        voice=options.voice,
+        speech=SpeechParams(options.voice),
         sampling=Sampling(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed),
     )
     text: list[str] = []
@@ -116,7 +125,9 @@ def _answer(client: Client, options: argparse.Namespace, messages: tuple[Message
 
 def speak(client: Client, options: argparse.Namespace, say: Say) -> int:
     """A text as speech."""
-    request = GenerateRequest(operation="speech", input=options.text, voice=options.voice, speed=options.speed)
+    request = GenerateRequest(
+        operation="speech", input=options.text, speech=SpeechParams(options.voice, speed=options.speed)
+    )
     end = Event("end")
     with closing(_pieces(client, options.model, request, Media())) as pieces, WavFile(options.out) as sound:
         for piece in pieces:
@@ -134,7 +145,7 @@ def transcribe(client: Client, options: argparse.Namespace, say: Say) -> int:
     request = GenerateRequest(
         operation="transcription",
         messages=(Message("user", (part,)),),
-        stages={"transcriber": {"words": True}} if options.words else {},
+        transcription=TranscriptionParams(word_timestamps=options.words),
     )
     heard: list[Phrase] = []
     facts: list[dict[str, Any]] = []
@@ -174,11 +185,9 @@ def edit(client: Client, options: argparse.Namespace, say: Say) -> int:
 def _picture(client: Client, options: argparse.Namespace, request: GenerateRequest, media: Media, say: Say) -> int:
     from PIL import Image
 
-    wished: dict[str, Any] = {"steps": options.steps, "seed": options.seed}
-    if options.size:
-        wished["width"], wished["height"] = options.size
-    given = {name: value for name, value in wished.items() if value is not None}
-    request = msgspec.structs.replace(request, stages={"denoiser": given} if given else {})
+    width, height = options.size or (None, None)
+    params = ImageParams(width, height, options.steps, seed=options.seed)
+    request = msgspec.structs.replace(request, image=params)
     with closing(_pieces(client, options.model, request, media)) as pieces:
         for piece in pieces:
             if piece.event.type == "progress":

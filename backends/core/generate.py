@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.hints import blamed
+from triton_omni.backends.core.hints import blamed, nearest_key
 
 MAX_REQUEST_ID_CHARS = 256
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
@@ -84,6 +84,56 @@ class Deadlines(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
                 raise ValueError(f"{name} must be a finite number of seconds")
 
 
+class ImageParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How images are made; None means the stage's deploy default.
+
+    width, height    pixels
+    steps            denoising steps
+    guidance_scale   for guidance-distilled models; reported as not applied by others
+    true_cfg_scale   classifier-free guidance against the negative prompt; 1 or less switches it off
+    seed             overrides `sampling.seed`
+    n                images per request
+    partial_images   exact previews, evenly spread over the steps
+    preview_every    approximate previews instead, one per this many steps
+    lora, lora_scale an adapter of the deploy file and its strength; "" selects none
+    step_cache       skip parts of steps where little changes; approximate, and the run is not batched
+    """
+
+    width: int | None = None
+    height: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    true_cfg_scale: float | None = None
+    negative_prompt: str | None = None
+    seed: int | None = None
+    n: int = 1
+    partial_images: int = 0
+    preview_every: int = 0
+    lora: str | None = None
+    lora_scale: float = 1.0
+    step_cache: bool = False
+
+
+class SpeechParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How the audio output is spoken; None means the pipeline's default.
+
+    speed         speaking rate, relative to normal
+    instructions  how to speak, in words
+    """
+
+    voice: str | None = None
+    language: str | None = None
+    speed: Annotated[float, msgspec.Meta(ge=0.25, le=4)] = 1.0
+    instructions: str = ""
+
+
+class TranscriptionParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How audio is transcribed. `word_timestamps` adds the times of single words to every segment."""
+
+    language: str | None = None
+    word_timestamps: bool = False
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One client call to a pipeline. Unknown keys are refused, so a typo never passes silently.
 
@@ -91,8 +141,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
                 "edit"), or "health", "requests" or "abort"
     messages    the chat so far (operation "chat"); pictures, perhaps a mask, and text (operation "edit")
     input       the text to speak or the picture's description (operations "speech" and "image")
-    instructions  how to speak, for pipelines whose `about` has "instructions"
     modalities  outputs wanted ("text", "audio", "image"); empty means the operation's default
+    image, speech, transcription  parameters of one kind of output, for the stages that declare to take them
     tool_choice "auto", "required", or the name of the one function to call
     stages      options for single stages, by stage name; each stage knows its own keys
     target      the request id to end (operation "abort")
@@ -102,11 +152,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     messages: tuple[Message, ...] = ()
     input: str = ""
     modalities: tuple[str, ...] = ()
-    voice: str | None = None
-    language: str | None = None
-    instructions: str = ""
-    speed: Annotated[float, msgspec.Meta(ge=0.25, le=4)] = 1.0
     sampling: Sampling = Sampling()
+    image: ImageParams = ImageParams()
+    speech: SpeechParams = SpeechParams()
+    transcription: TranscriptionParams = TranscriptionParams()
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: str = "auto"
     stages: dict[str, dict[str, Any]] = {}
@@ -118,6 +167,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     def media(self) -> frozenset[str]:
         """Kinds of media the messages refer to ("audio", "image", "video")."""
         return frozenset(p.type for m in self.messages for p in m.parts if p.type != "text")
+
+    def params(self) -> tuple[str, ...]:
+        """The typed parameters that differ from their defaults: "image.width", "speech.voice", …"""
+        parts = {"image": self.image, "speech": self.speech, "transcription": self.transcription}
+        return tuple(f"{name}.{field}" for name, part in parts.items() for field in msgspec.to_builtins(part))
 
 
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -143,7 +197,13 @@ def stage_options(given: Mapping[str, Any], kind: type[Options], stage: str) -> 
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         message, key = blamed(error)
-        raise BadRequest(message, f"stages.{stage}.{key}".rstrip(".")) from None
+        hint = nearest_key(message, kind.__struct_fields__)
+        raise BadRequest(message + hint, f"stages.{stage}.{key}".rstrip(".")) from None
+
+
+def with_stage_options(params: Options, given: Mapping[str, Any], stage: str) -> Options:
+    """`params` with a request's own options for one stage on top; raises BadRequest naming the key."""
+    return stage_options({**msgspec.to_builtins(params), **given}, type(params), stage) if given else params
 
 
 def encode_request(request: GenerateRequest) -> bytes:

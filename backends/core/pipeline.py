@@ -49,6 +49,7 @@ class Stage:
     inputs   tensors a direct call may bring as one last chunk (name, dtype, shape with -1)
     outputs  tensors its chunks and outputs carry
     media    kind of media this entry stage consumes; it is opened only for requests that bring some
+    params   typed parameters of a request that this stage takes: "image" is all of them, "speech.voice" is one
     """
 
     name: str
@@ -57,6 +58,7 @@ class Stage:
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
     media: str = ""
+    params: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,13 @@ class Pipeline:
                 return operation
         known = ", ".join(o.name for o in self.operations)
         raise BadRequest(f"unknown operation '{request.operation}'; this pipeline has: {known}", "operation")
+
+    def check_params(self, request: GenerateRequest) -> None:
+        """Refuse typed parameters that no stage takes, naming the field."""
+        taken = {param for stage in self.stages for param in stage.params}
+        for param in request.params():
+            if taken.isdisjoint((param, param.partition(".")[0])):
+                raise BadRequest(f"pipeline '{self.name}' does not take '{param}'", param)
 
     def wanted(self, request: GenerateRequest) -> frozenset[str]:
         """Outputs the client asked for; raises BadRequest for one that the operation cannot make."""

@@ -8,14 +8,13 @@ works, and the engine calls it again, with the deploy file's limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.generate import GenerateRequest, Part
-from triton_omni.backends.core.hints import blamed, nearest_key
+from triton_omni.backends.core.generate import GenerateRequest, ImageParams, Part, with_stage_options
 from triton_omni.backends.diffusion.description import MAX_PROMPT_CHARS, read_description, source_size
 from triton_omni.backends.diffusion.options import (
     MAX_SIDE,
@@ -32,32 +31,7 @@ MAX_SCALE = 20.0
 MAX_LORA_SCALE = 4.0
 
 T = TypeVar("T")
-
-
-class ImageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request's own options for the stage (`stages.<stage>`); None means the deploy default.
-
-    guidance_scale   for guidance-distilled models; reported as not applied by others
-    true_cfg_scale   classifier-free guidance against the negative prompt; 1 or less switches it off
-    partial_images   previews on the way, evenly spread over the steps, decoded exactly
-    preview_every    instead: a fast preview, colours only, after every so many steps
-    lora, lora_scale one of the deploy file's adapters; "" is none
-    step_cache       skip parts of steps where little changes; not exact, and the run steps alone
-    """
-
-    width: int | None = None
-    height: int | None = None
-    steps: int | None = None
-    guidance_scale: float | None = None
-    true_cfg_scale: float | None = None
-    negative_prompt: str | None = None
-    seed: int | None = None
-    n: int = 1
-    partial_images: int = 0
-    preview_every: int = 0
-    lora: str | None = None
-    lora_scale: float = 1.0
-    step_cache: bool = False
+Place = Callable[[str], str]
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -103,32 +77,32 @@ class Wish(msgspec.Struct, frozen=True):
 
 def read_wish(request: GenerateRequest, stage: str, limits: Limits, defaults: Defaults) -> Wish:
     """What the request asks for; raises BadRequest naming the field."""
-    at = f"stages.{stage}"
-    options = _options(request.stages.get(stage, {}), at)
+    own = request.stages.get(stage, {})
+    options = _options(request, own, stage)
+
+    def at(name: str) -> str:
+        """The place that a value came from."""
+        return f"stages.{stage}.{name}" if name in own else f"image.{name}"
+
     wish = _decided(request, options, limits, defaults)
     _check_size(wish, limits, at)
     _check_counts(wish, limits, at)
     _check_scales(wish, at)
     if wish.seed is not None:
-        _within(wish.seed, 0, MAX_SEED, f"{at}.seed" if options.seed is not None else "sampling.seed")
+        _within(wish.seed, 0, MAX_SEED, at("seed") if options.seed is not None else "sampling.seed")
     if len(wish.negative_prompt or "") > MAX_PROMPT_CHARS:
-        raise BadRequest(f"longer than {MAX_PROMPT_CHARS} characters", f"{at}.negative_prompt")
+        raise BadRequest(f"longer than {MAX_PROMPT_CHARS} characters", at("negative_prompt"))
     return wish
 
 
-def _options(given: Mapping[str, Any], at: str) -> ImageOptions:
+def _options(request: GenerateRequest, own: Mapping[str, Any], stage: str) -> ImageParams:
     for name in SHARED_CACHES:
-        if name in given and not (name == "step_cache" and isinstance(given[name], bool)):
-            raise BadRequest(f"{NO_SHARED_CACHE}: `step_cache: true`", f"{at}.{name}")
-    try:
-        return msgspec.convert(dict(given), ImageOptions)
-    except msgspec.ValidationError as error:
-        message, name = blamed(error)
-        hint = nearest_key(message, ImageOptions.__struct_fields__)
-        raise BadRequest(message + hint, f"{at}.{name}".rstrip(".")) from None
+        if name in own and not (name == "step_cache" and isinstance(own[name], bool)):
+            raise BadRequest(f"{NO_SHARED_CACHE}: `step_cache: true`", f"stages.{stage}.{name}")
+    return with_stage_options(request.image, own, stage)
 
 
-def _decided(request: GenerateRequest, options: ImageOptions, limits: Limits, defaults: Defaults) -> Wish:
+def _decided(request: GenerateRequest, options: ImageParams, limits: Limits, defaults: Defaults) -> Wish:
     """The request's own values, else the deploy file's; an edited picture is as large as the last one it comes from."""
     text, pictures, mask = read_description(request, limits)
     sources = tuple(source_size(part.shape, defaults.source_pixels) for part in pictures)
@@ -158,40 +132,40 @@ def _given(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _check_size(wish: Wish, limits: Limits, at: str) -> None:
+def _check_size(wish: Wish, limits: Limits, at: Place) -> None:
     for name, side in (("width", wish.width), ("height", wish.height)):
-        _within(side, MIN_SIDE, MAX_SIDE, f"{at}.{name}")
+        _within(side, MIN_SIDE, MAX_SIDE, at(name))
         if side % SIZE_MULTIPLE:
             below = side // SIZE_MULTIPLE * SIZE_MULTIPLE
             raise BadRequest(
                 f"{side} is not a multiple of {SIZE_MULTIPLE}; the nearest are {below} and {below + SIZE_MULTIPLE}",
-                f"{at}.{name}",
+                at(name),
             )
     size = f"{wish.width}x{wish.height}"
     if wish.mask is not None and (wish.width, wish.height) != wish.sources[-1]:
         width, height = wish.sources[-1]
-        raise BadRequest(f"with a mask the edited picture is {width}x{height}, not {size}", f"{at}.width")
+        raise BadRequest(f"with a mask the edited picture is {width}x{height}, not {size}", at("width"))
     if wish.width * wish.height > limits.max_pixels:
-        raise BadRequest(f"{size} is more than the {limits.max_pixels} pixels this server draws", f"{at}.width")
+        raise BadRequest(f"{size} is more than the {limits.max_pixels} pixels this server draws", at("width"))
 
 
-def _check_counts(wish: Wish, limits: Limits, at: str) -> None:
-    _within(wish.steps, limits.min_steps, limits.max_steps, f"{at}.steps")
-    _within(wish.n, 1, limits.max_images, f"{at}.n")
+def _check_counts(wish: Wish, limits: Limits, at: Place) -> None:
+    _within(wish.steps, limits.min_steps, limits.max_steps, at("steps"))
+    _within(wish.n, 1, limits.max_images, at("n"))
     if wish.n * wish.width * wish.height > limits.max_total_pixels:
         size = f"{wish.width}x{wish.height}"
-        raise BadRequest(f"{wish.n} pictures of {size} are more than {limits.max_total_pixels} pixels", f"{at}.n")
-    _within(wish.partial_images, 0, limits.max_partial_images, f"{at}.partial_images")
-    _within(wish.preview_every, 0, limits.max_steps, f"{at}.preview_every")
+        raise BadRequest(f"{wish.n} pictures of {size} are more than {limits.max_total_pixels} pixels", at("n"))
+    _within(wish.partial_images, 0, limits.max_partial_images, at("partial_images"))
+    _within(wish.preview_every, 0, limits.max_steps, at("preview_every"))
     if wish.partial_images and wish.preview_every:
-        raise BadRequest("either partial_images or preview_every", f"{at}.preview_every")
+        raise BadRequest("either partial_images or preview_every", at("preview_every"))
 
 
-def _check_scales(wish: Wish, at: str) -> None:
-    _within(wish.true_cfg_scale, 0.0, MAX_SCALE, f"{at}.true_cfg_scale")
-    _within(wish.lora_scale, -MAX_LORA_SCALE, MAX_LORA_SCALE, f"{at}.lora_scale")
+def _check_scales(wish: Wish, at: Place) -> None:
+    _within(wish.true_cfg_scale, 0.0, MAX_SCALE, at("true_cfg_scale"))
+    _within(wish.lora_scale, -MAX_LORA_SCALE, MAX_LORA_SCALE, at("lora_scale"))
     if wish.guidance_scale is not None:
-        _within(wish.guidance_scale, 0.0, MAX_SCALE, f"{at}.guidance_scale")
+        _within(wish.guidance_scale, 0.0, MAX_SCALE, at("guidance_scale"))
 
 
 def _within(value: float, low: float, high: float, field: str) -> None:

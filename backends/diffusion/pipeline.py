@@ -31,7 +31,7 @@ def drawing_pipeline(name: str, package_dir: str, about: Mapping[str, Any], max_
     operations = ("image", "chat", "edit") if max_pictures else ("image", "chat")
     return Pipeline(
         name=name,
-        stages=(Stage(STAGE, partial(_engine, package_dir), inputs=inputs, outputs=outputs),),
+        stages=(Stage(STAGE, partial(_engine, package_dir), inputs=inputs, outputs=outputs, params=("image",)),),
         edges=(),
         outputs=(Output("image", STAGE),),
         operations=tuple(Operation(operation, STAGE, ("image",)) for operation in operations),

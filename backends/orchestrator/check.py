@@ -27,8 +27,7 @@ def check_request(pipeline: Pipeline, request: GenerateRequest, media: Mapping[s
     pipeline.operation(request)
     pipeline.check(request)
     pipeline.wanted(request)
-    if request.instructions and not pipeline.about.get("instructions"):
-        raise BadRequest("this pipeline takes no instructions on how to speak", "instructions")
+    pipeline.check_params(request)
     for stage in request.stages:
         if stage not in {s.name for s in pipeline.stages}:
             known = ", ".join(s.name for s in pipeline.stages)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from triton_omni.backends import wire
+from triton_omni.backends.core.generate import with_stage_options
 from triton_omni.backends.wire import Event, GenerateRequest
 from triton_omni.connection import Model
 from triton_omni.pieces import NO_MEDIA, Piece
@@ -116,17 +117,18 @@ class FakeBackend:
     def _refuse(self, request: GenerateRequest) -> None:
         if self.refusal:
             raise wire.from_line(self.refusal)
-        if request.instructions:
-            raise wire.BadRequest("this pipeline takes no instructions on how to speak", "instructions")
-        if request.voice not in (None, *VOICES):
-            raise wire.BadRequest(f"unknown voice '{request.voice}'; available: {', '.join(VOICES)}", "voice")
+        voice = request.speech.voice
+        if request.speech.instructions:
+            raise wire.BadRequest("pipeline 'fake' does not take 'speech.instructions'", "speech.instructions")
+        if voice not in (None, *VOICES):
+            raise wire.BadRequest(f"unknown voice '{voice}'; available: {', '.join(VOICES)}", "speech.voice")
 
     def _pieces(self, request: GenerateRequest) -> Iterator[Piece]:
         if request.operation in ("image", "edit") or "image" in request.modalities:
             yield from self._pictures(request)
             return
         if request.operation == "transcription":
-            yield from self._segments(request.stages.get("transcriber", {}).get("words", False))
+            yield from self._segments(request.transcription.word_timestamps)
             return
         words = [word for word in request.input.split() if word.isascii()]  # what has no sound is not spoken
         total = len(words) if request.operation == "speech" else request.sampling.max_tokens or 3
@@ -155,15 +157,15 @@ class FakeBackend:
         yield Piece(Event("end", outcome="completed", usage={"audio_input_s": 2.75}))
 
     def _pictures(self, request: GenerateRequest) -> Iterator[Piece]:
-        options = request.stages.get("denoiser", {})
+        params = with_stage_options(request.image, request.stages.get("denoiser", {}), "denoiser")
         usage = {"prompt_tokens": 4.0, "completion_tokens": 8.0, **self.usage}
-        shape = (options.get("height", 8), options.get("width", 16), 3)
-        every = options.get("preview_every", 0)
-        previews = len(range(every, options.get("steps", 4), every)) if every else options.get("partial_images", 0)
+        shape = (params.height or 8, params.width or 16, 3)
+        every = params.preview_every
+        previews = len(range(every, params.steps or 4, every)) if every else params.partial_images
         for i in range(previews):
             meta = {"index": 0, "partial": True, "partial_image_index": i}
             yield Piece(Event("image", output="image", meta=meta), image=np.full(shape, i, np.uint8))
-        for i in range(options.get("n", 1)):
+        for i in range(params.n):
             meta = {"index": i, "partial": False}
             yield Piece(Event("image", output="image", meta=meta), image=np.full(shape, 200 + i, np.uint8))
         yield Piece(Event("end", outcome="completed", usage=usage))

@@ -11,7 +11,7 @@ from tests.kit.engine_contract import CHECKS, Subject, check_name
 from tests.kit.gpu_devices import VLLM_DEVICES
 from tests.kit.tiny_checkpoints import tiny_llama
 from tests.kit.tiny_omni import tiny_omni
-from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
+from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling, SpeechParams
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.qwen3_omni.adapters import Piece
 from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
@@ -43,7 +43,7 @@ def frames(tmp_path_factory):
     return lambda device: Subject(
         lambda: PIPELINE.stage("talker").engine(EngineContext("qwen3_omni", "talker", options, device)),
         GenerateRequest(),
-        refused=GenerateRequest(voice="nobody"),
+        refused=GenerateRequest(speech=SpeechParams(voice="nobody")),
         upstream="thinker",
         inputs=(Piece(prompt, [WORDS[0]]), *(Piece([], [word]) for word in WORDS[1:]), Piece([], [])),
         same=lambda event: (type(event).__name__, [t.data.tolist() for t in getattr(event, "tensors", ())]),

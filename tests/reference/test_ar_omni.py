@@ -12,7 +12,7 @@ from tests.kit.engine_chain import Chain
 from tests.kit.omni_chats import CHATS, FRAMES, check, come_and_go, engines, free_blocks, references, request
 from tests.kit.tiny_omni import Reference, tiny_omni
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
+from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling, SpeechParams
 from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 
 become_ar_worker()
@@ -132,10 +132,10 @@ def test_stopped_at_any_time_everything_is_free_again(chain, reference, turns):
 def test_voices_are_the_checkpoints(chain, folder):
     chat, tokens = CHATS[0]
     spoken = Reference(folder).speak([{"role": r, "content": t} for r, t in chat], tokens, FRAMES, speaker="Chelsie")
-    job = chain.open(request(0, voice="Chelsie"))
+    job = chain.open(request(0, speech=SpeechParams(voice="Chelsie")))
     chain.run()
     check(job, spoken)
     with pytest.raises(BadRequest, match="aiden, chelsie, ethan") as caught:
-        chain.open(request(0, voice="nobody"))
-    assert caught.value.where == "voice"
+        chain.open(request(0, speech=SpeechParams(voice="nobody")))
+    assert caught.value.where == "speech.voice"
     assert not any(engine.has_work for engine in chain.engines.values())

@@ -123,7 +123,7 @@ def test_unknown_voice_and_language_name_what_exists(sdk: OpenAI, chat_server: R
         spoken(sdk, stream=False, voice="alloy")
     status, answer = generate(chat_server, "chat", text_input="x", language="de")
     assert status == 400
-    assert answer["error"].startswith("[bad_request:language]")
+    assert answer["error"].startswith("[bad_request:speech.language]")
     assert "en" in answer["error"]
 
 

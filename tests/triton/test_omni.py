@@ -28,7 +28,7 @@ from tests.kit.omni_media import CASES, TOKENS, openai_content, our_request
 from tests.kit.server_calls import idle
 from tests.kit.triton_server import RunningServer, running_server, wait_for
 from triton_omni import Client
-from triton_omni.backends.wire import BadRequest, GenerateRequest, Message, Sampling
+from triton_omni.backends.wire import BadRequest, GenerateRequest, Message, Sampling, SpeechParams
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
 SAME = 1e-5
@@ -257,10 +257,12 @@ def test_text_alone_opens_no_speech_stage(client: Client, reference: dict[Key, A
 
 
 def test_unknown_voices_are_refused_with_the_known_ones(client: Client, server: RunningServer) -> None:
-    request = GenerateRequest(messages=(Message("user", "x"),), modalities=("audio",), voice="nobody")
+    request = GenerateRequest(
+        messages=(Message("user", "x"),), modalities=("audio",), speech=SpeechParams(voice="nobody")
+    )
     with pytest.raises(BadRequest, match="aiden, chelsie, ethan") as caught:
         list(client.generate("qwen3_omni", request, timeout_s=60))
-    assert caught.value.where == "voice"
+    assert caught.value.where == "speech.voice"
     wait_for(lambda: idle(server, "qwen3_omni"), 10.0, "every run is over")
 
 

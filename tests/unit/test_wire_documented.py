@@ -11,11 +11,22 @@ import pytest
 
 from triton_omni.backends import wire
 from triton_omni.backends.core.errors import BY_CODE
-from triton_omni.backends.core.generate import MAX_REQUEST_ID_CHARS, Deadlines, GenerateRequest, Message, Part, Sampling
+from triton_omni.backends.core.generate import (
+    MAX_REQUEST_ID_CHARS,
+    Deadlines,
+    GenerateRequest,
+    ImageParams,
+    Message,
+    Part,
+    Sampling,
+    SpeechParams,
+    TranscriptionParams,
+)
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 from triton_omni.backends.repository import PUBLIC_INPUTS, PUBLIC_OUTPUTS, TRITON_TYPES, stage_inputs
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text(encoding="utf-8")
+DOCUMENTED = [GenerateRequest, Message, Part, Sampling, ImageParams, SpeechParams, TranscriptionParams, Deadlines]
 KINDS = {str: "text", list: "list", float: "number", int: "integer", dict: "JSON"}
 
 
@@ -44,7 +55,7 @@ def test_event_types_and_fields():
     assert [row[0] for row in table("Event fields (`Event`)")] == list(wire.Event.__struct_fields__)
 
 
-@pytest.mark.parametrize("kind", [GenerateRequest, Message, Part, Sampling, Deadlines], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", DOCUMENTED, ids=lambda k: k.__name__)
 def test_request_fields(kind):
     heading = "The request (`GenerateRequest`)" if kind is GenerateRequest else f"`{kind.__name__}`"
     assert [row[0] for row in table(heading)] == list(kind.__struct_fields__)

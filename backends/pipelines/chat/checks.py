@@ -6,8 +6,7 @@ from __future__ import annotations
 from triton_omni.backends.ar.sampling import stage_sampling
 from triton_omni.backends.codec.engine import RunOptions
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.generate import GenerateRequest, stage_options
-from triton_omni.backends.pipelines.chat.options import HearingOptions
+from triton_omni.backends.core.generate import GenerateRequest, stage_options, with_stage_options
 from triton_omni.backends.pipelines.chat.thinker import check_messages
 
 VOICES = ("heart",)
@@ -18,10 +17,13 @@ MAX_INPUT_CHARS = 4096
 
 def check(request: GenerateRequest) -> None:
     """The pipeline's check."""
-    if request.voice not in (None, *VOICES):
-        raise BadRequest(f"unknown voice '{request.voice}'; available: {', '.join(VOICES)}", "voice")
-    if request.language is not None and request.language.lower() not in LANGUAGES:
-        raise BadRequest(f"unknown language '{request.language}'; available: {', '.join(LANGUAGES)}", "language")
+    voice = request.speech.voice
+    if voice not in (None, *VOICES):
+        raise BadRequest(f"unknown voice '{voice}'; available: {', '.join(VOICES)}", "speech.voice")
+    for part, language in (("speech", request.speech.language), ("transcription", request.transcription.language)):
+        if language is not None and language.lower() not in LANGUAGES:
+            message = f"unknown language '{language}'; available: {', '.join(LANGUAGES)}"
+            raise BadRequest(message, f"{part}.language")
     if request.operation == "chat":
         _check_chat(request)
     if request.operation == "speech":
@@ -68,7 +70,7 @@ def _check_options(request: GenerateRequest) -> None:
         elif stage == "code2wav":
             stage_options(given, RunOptions, stage)
         elif stage == "transcriber":
-            stage_options(given, HearingOptions, stage)
+            with_stage_options(request.transcription, given, stage)
         elif given:
             key = next(iter(given))
             raise BadRequest(f"unknown option '{key}'; stage '{stage}' has none", f"stages.{stage}.{key}")

@@ -34,12 +34,6 @@ class TranscriberOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     max_audio_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 
 
-class HearingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request's own options for the transcriber. words: of a transcription also the times of single words."""
-
-    words: bool = False
-
-
 T = TypeVar("T", TalkerOptions, Code2WavOptions, TranscriberOptions)
 
 

@@ -39,9 +39,9 @@ def _code2wav(context: EngineContext) -> Engine:
 PIPELINE = Pipeline(
     name="chat",
     stages=(
-        Stage("transcriber", _transcriber, inputs=(AUDIO,), media="audio"),
+        Stage("transcriber", _transcriber, inputs=(AUDIO,), media="audio", params=("transcription",)),
         Stage("thinker", thinker_engine, thinker_environment),
-        Stage("talker", _talker, outputs=(CODES,)),
+        Stage("talker", _talker, outputs=(CODES,), params=("speech.voice", "speech.language", "speech.speed")),
         Stage("code2wav", _code2wav, inputs=(CODES,), outputs=(AUDIO,)),
     ),
     edges=(

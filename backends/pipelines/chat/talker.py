@@ -90,7 +90,7 @@ class TalkerEngine:
     def _speak(self, run: Run, clause: str) -> list[Event]:
         speaker: Speaker = run.state
         speaker.spoken_chars += len(clause)
-        made = [self._codes(piece, run.request.speed) for piece in self._voice.phonemes(clause)]
+        made = [self._codes(piece, run.request.speech.speed) for piece in self._voice.phonemes(clause)]
         codes = np.concatenate(made) if made else np.zeros((0, CODES), np.int16)
         if not len(codes):  # signs without a reading
             return []

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from triton_omni.backends.core.engine import Event, Finished, Output, Progress, Run, Send
-from triton_omni.backends.core.generate import stage_options
+from triton_omni.backends.core.generate import with_stage_options
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.chat.ear import Ear, Segment, WhisperEar
-from triton_omni.backends.pipelines.chat.options import HearingOptions, TranscriberOptions, model_folder, read_options
+from triton_omni.backends.pipelines.chat.options import TranscriberOptions, model_folder, read_options
 from triton_omni.backends.pipelines.chat.sound import SAMPLE_RATE_HZ, WINDOW_SAMPLES, Clip, clips_of, windows
 
 OUTPUT = "transcript"
@@ -49,8 +49,10 @@ class TranscriberEngine:
 
     def open(self, run: Run) -> None:
         clips = clips_of(run.request, run.inputs, self._max_audio_s)
-        wish = stage_options(run.request.stages.get(self.stage, {}), HearingOptions, self.stage)
-        run.state = Hearing(deque(clips), seconds=sum(clip.seconds for clip in clips), with_words=wish.words)
+        params = with_stage_options(run.request.transcription, run.options(self.stage), self.stage)
+        run.state = Hearing(
+            deque(clips), seconds=sum(clip.seconds for clip in clips), with_words=params.word_timestamps
+        )
         self._runs.append(run)
 
     def feed(self, run: Run, inputs: object, last: bool) -> bool:

@@ -50,7 +50,7 @@ PIPELINE = Pipeline(
     name="qwen3_omni",
     stages=(
         THINKER,
-        Stage("talker", _talker, _environment, outputs=(CODES,)),
+        Stage("talker", _talker, _environment, outputs=(CODES,), params=("speech.voice",)),
         Stage(
             "code2wav",
             _code2wav,

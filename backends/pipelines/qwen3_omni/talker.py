@@ -51,10 +51,11 @@ class Talker:
         self.media_ids = frozenset((config.audio_token_id, config.image_token_id, config.video_token_id))
 
     def begin(self, run: Run) -> Conversation:
-        name = (run.request.voice or DEFAULT_VOICE).lower()
+        name = (run.request.speech.voice or DEFAULT_VOICE).lower()
         if name not in self.speakers:
             raise BadRequest(
-                f"unknown voice '{run.request.voice}'; available: {', '.join(sorted(self.speakers))}", "voice"
+                f"unknown voice '{run.request.speech.voice}'; available: {', '.join(sorted(self.speakers))}",
+                "speech.voice",
             )
         return Conversation(self, self.speakers[name])
 

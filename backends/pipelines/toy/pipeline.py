@@ -24,10 +24,11 @@ def _engine(context: EngineContext) -> Engine:
 
 def check(request: GenerateRequest) -> None:
     """Refuse what the toy cannot do, naming the field."""
-    if request.voice not in (None, VOICE):
-        raise BadRequest(f"unknown voice '{request.voice}'; available: {VOICE}", "voice")
-    if request.language not in (None, "en"):
-        raise BadRequest(f"unknown language '{request.language}'; available: en", "language")
+    speech = request.speech
+    if speech.voice not in (None, VOICE):
+        raise BadRequest(f"unknown voice '{speech.voice}'; available: {VOICE}", "speech.voice")
+    if speech.language not in (None, "en"):
+        raise BadRequest(f"unknown language '{speech.language}'; available: en", "speech.language")
     if request.operation == "speech" and not request.input.strip():
         raise BadRequest("there is nothing to speak", "input")
     if request.operation == "chat" and not request.messages:
@@ -50,6 +51,7 @@ PIPELINE = Pipeline(
             _engine,
             inputs=(TensorSpec("frames", "float32", (-1, 8)),),
             outputs=(TensorSpec("audio", "float32", (-1,)),),
+            params=("speech.voice", "speech.language", "speech.speed"),
         ),
     ),
     edges=(Edge("tokens", "frames", engines.token_of), Edge("frames", "wave", engines.rows_of)),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from triton_omni.backends.wire import GenerateRequest, Sampling
+from triton_omni.backends.wire import GenerateRequest, ImageParams, Sampling
 from triton_omni.openai.endpoints import extras, image_request
 from triton_omni.openai.endpoints.messages import Reader
 from triton_omni.openai.endpoints.tools import read_tools
@@ -21,7 +21,7 @@ MAX_CHOICES = 16
 MODALITIES = ("text", "audio", "image")
 AUDIO_FORMATS = tuple(k for k in MEDIA_TYPES if k != "pcm")
 PARAMS = image_request.PARAMS | {
-    "voice": "audio.voice", "sampling.json_schema": "response_format", "sampling.logprobs": "top_logprobs",
+    "speech.voice": "audio.voice", "sampling.json_schema": "response_format", "sampling.logprobs": "top_logprobs",
 }  # fmt: skip
 
 
@@ -57,8 +57,7 @@ async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
     one_call = fields.has("parallel_tool_calls") and not fields.flag("parallel_tool_calls")
     options = extras.request(fields)
     drawing = image_request.drawing_options(fields)
-    errors = image_request.not_drawn(model, drawing, options["stages"])
-    options["stages"] = image_request.with_options(options["stages"], drawing)
+    speech = extras.speech(fields, voice)
     reader.with_film_sounds = _film_sounds(fields)
     fields.nothing_else(IGNORED)
     messages = await reader.read(raw_messages)
@@ -66,14 +65,15 @@ async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
         operation="chat",
         messages=messages,
         modalities=modalities,
-        voice=voice,
         sampling=sampling,
+        image=ImageParams(**drawing),
+        speech=speech,
         tools=tools,
         tool_choice=tool_choice,
         **options,
     )
     params = PARAMS | {"sampling.max_tokens": limit_param}
-    call = Call(model, request, params, reader.media.tensors, runs, errors)
+    call = Call(model, request, params, reader.media.tensors, runs)
     return ChatCall(call, is_stream, with_usage, audio_format, top_logprobs, one_call)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triton_omni.backends.wire import Deadlines
+from triton_omni.backends.wire import Deadlines, SpeechParams
 from triton_omni.openai.http.errors import invalid
 from triton_omni.openai.http.fields import Fields
 
@@ -24,18 +24,22 @@ def sampling(fields: Fields) -> dict[str, Any]:
 
 
 def request(fields: Fields) -> dict[str, Any]:
-    """Options of the request: speed, language, priority, deadlines, stages."""
+    """Options of the request: priority, deadlines, stages."""
     stages = fields.record("stages") or {}
     for name, options in stages.items():
         if not isinstance(options, dict):
             raise invalid(f"stages.{name}", f"'stages.{name}' must be an object.", "invalid_type")
     return {
-        "speed": fields.number("speed", 0.25, 4) or 1.0,
-        "language": fields.text("language", most=100),
         "priority": fields.integer("priority", -100, 100) or 0,
         "deadlines": _deadlines(fields.inner("deadlines")),
         "stages": stages,
     }
+
+
+def speech(fields: Fields, voice: str | None, instructions: str = "") -> SpeechParams:
+    """How to speak: `speed` and `language` beside what OpenAI has."""
+    language = fields.text("language", most=100)
+    return SpeechParams(voice, language, fields.number("speed", 0.25, 4) or 1.0, instructions)
 
 
 def _deadlines(fields: Fields | None) -> Deadlines:

@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from triton_omni.backends.wire import GenerateRequest, Message, Part
+from triton_omni.backends.wire import GenerateRequest, ImageParams, Message, Part
 from triton_omni.openai.endpoints import extras
 from triton_omni.openai.http.calls import Call
-from triton_omni.openai.http.errors import ApiError, invalid, missing, unsupported
+from triton_omni.openai.http.errors import invalid, missing, unsupported
 from triton_omni.openai.http.fields import IGNORED, Fields
 
-STAGE = "denoiser"
-"""The stage that takes the options below, in every pipeline that draws."""
 MAX_PROMPT_CHARS = 32_000
 MAX_IMAGES = 10
 MAX_PREVIEWS = 3
@@ -32,8 +30,8 @@ OPTIONS = {
     "partial_images": "partial_images", "preview_every": "preview_every", "lora": "lora", "lora_scale": "lora_scale",
     "step_cache": "step_cache",
 }  # fmt: skip
-"""Option of the stage → the parameter it comes from."""
-PARAMS = {"input": "prompt", **{f"stages.{STAGE}.{option}": param for option, param in OPTIONS.items()}}
+"""Field of ImageParams → the parameter it comes from."""
+PARAMS = {"input": "prompt", **{f"image.{option}": param for option, param in OPTIONS.items()}}
 OTHER_FORMATS = ("complexity", "frame_count", "frame_duration_ms", "svg")
 DEPLOYED = ("cache_backend", "cache_config", "vae_use_slicing", "vae_use_tiling", "generator_device", "flow_shift")
 """What vLLM-Omni's clients may ask for and the deploy file says here."""
@@ -96,7 +94,7 @@ def read_draw(fields: Fields, sources: Sources | None = None) -> DrawCall:
         raise unsupported("background", "Pictures with a transparent background are not supported.")
     options = _options(fields, is_stream)
     more = extras.request(fields)
-    more["stages"] = with_options(more["stages"], options)
+    more["image"] = ImageParams(**options)
     as_url = fields.choice("response_format", ("b64_json", "url")) == "url"
     if as_url and is_stream:
         raise unsupported("response_format", "A stream carries pictures as 'b64_json'.")
@@ -122,20 +120,6 @@ def _call(model: str, prompt: str, more: dict[str, Any], sources: Sources | None
     return Call(model, request, {**PARAMS, **sources.params, "messages": "prompt"}, sources.media)
 
 
-def with_options(stages: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for stages, with those of the stage that draws on top; none for it if there are none."""
-    own = {**stages.get(STAGE, {}), **options}
-    return {**stages, STAGE: own} if own else dict(stages)
-
-
-def not_drawn(model: str, options: Mapping[str, Any], stages: Mapping[str, Any]) -> dict[str, ApiError]:
-    """What to say of these options where the pipeline has no stage that draws, and the client named none."""
-    if not options or STAGE in stages:
-        return {}
-    param = OPTIONS[next(iter(options))]
-    return {f"stages.{STAGE}": invalid(param, f"'{param}' is for models that draw; '{model}' does not.")}
-
-
 def _format(fields: Fields) -> str:
     for key in OTHER_FORMATS:
         if fields.take(key) is not None:
@@ -154,7 +138,7 @@ def _compression(fields: Fields, file_format: str) -> int:
 
 
 def _options(fields: Fields, is_stream: bool) -> dict[str, Any]:
-    """Options of the stage that draws; what was not sent is left to its defaults."""
+    """Fields of ImageParams that were sent."""
     previews = {
         "partial_images": fields.integer("partial_images", 0, MAX_PREVIEWS),
         "preview_every": fields.integer("preview_every", 0, 1000),
@@ -171,7 +155,7 @@ def _options(fields: Fields, is_stream: bool) -> dict[str, Any]:
 
 
 def drawing_options(fields: Fields) -> dict[str, Any]:
-    """Options of the stage that draws which pictures of a chat have, too."""
+    """Those that images of a chat have, too."""
     width, height = _size(fields)
     lora, scale = _lora(fields)
     options = {

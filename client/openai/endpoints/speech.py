@@ -47,9 +47,10 @@ def read_speech(fields: Fields) -> tuple[Call, str, bool]:
     kind = fields.choice("response_format", FORMATS, "mp3") or "mp3"
     stream_format = fields.choice("stream_format", ("audio", "sse"), "audio")
     instructions = fields.text("instructions", most=MAX_INPUT_CHARS) or ""
+    params = extras.speech(fields, voice, instructions)
     options = extras.request(fields)
     fields.nothing_else(IGNORED)
-    request = GenerateRequest(operation="speech", input=text, voice=voice, instructions=instructions, **options)
+    request = GenerateRequest(operation="speech", input=text, speech=params, **options)
     return Call(model, request, {}), kind, stream_format == "sse"
 
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from triton_omni import subtitles
-from triton_omni.backends.wire import Event, GenerateRequest, Message
+from triton_omni.backends.wire import Event, GenerateRequest, Message, TranscriptionParams
 from triton_omni.media import Media
 from triton_omni.openai.endpoints import extras
 from triton_omni.openai.endpoints.messages import blaming
@@ -27,8 +27,6 @@ from triton_omni.pieces import Piece
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 PARAMS = {"messages": "file", "messages[0].content[0]": "file", "audio": "file"}
 GRANULARITIES = "timestamp_granularities[]"
-STAGE = "transcriber"
-"""The stage that tells the times of words, in every pipeline that hears."""
 Json = dict[str, Any]
 
 
@@ -48,7 +46,7 @@ class Wish:
         if "word" not in self.times:
             return {}
         error = unsupported(GRANULARITIES, f"'{self.model}' does not know when single words are said.")
-        return {f"stages.{STAGE}": error, f"stages.{STAGE}.words": error}
+        return {"transcription": error, "transcription.word_timestamps": error}
 
 
 @dataclass
@@ -148,11 +146,9 @@ def read_wish(fields: Fields) -> Wish:
     if fields.number("temperature", 0, 1):
         raise unsupported("temperature", "The likeliest words are written down: 'temperature' can only be 0.")
     options = extras.request(fields)
+    options["transcription"] = TranscriptionParams(fields.text("language", most=100), "word" in times)
     fields.choice("chunking_strategy", ("auto",))
     fields.nothing_else()
-    if "word" in times:
-        stages = options["stages"]
-        options["stages"] = {**stages, STAGE: {**stages.get(STAGE, {}), "words": True}}
     return Wish(model, response_format, is_stream, frozenset(times), options)
 
 

@@ -26,6 +26,8 @@ from triton_omni.pieces import Piece
 KEEP_ALIVE_S = 10.0
 """How long a stream may say nothing; and how long its head waits for an error that deserves its own status."""
 SEEDS = 2**64
+PARTS = ("sampling", "image", "speech", "transcription")
+"""Parts of a request whose fields are parameters of their own in OpenAI's bodies."""
 ErrorOf = Callable[[OmniError], ApiError]
 
 
@@ -141,7 +143,10 @@ class Call:
             return "model"
         if where == wire.REQUEST:  # all of it is too large
             where = _largest(self.request)
-        return self.params.get(where, where.removeprefix("sampling.") or None)
+        if where in self.params:
+            return self.params[where]
+        part, _, name = where.partition(".")
+        return (name if part in PARTS and name else where) or None
 
     def request_of(self, run: int) -> GenerateRequest:
         """The request of one of the runs."""
@@ -156,9 +161,10 @@ def _largest(request: GenerateRequest) -> str:
     """The field that has most bytes."""
     size = lambda owner, name: len(msgspec.json.encode(getattr(owner, name)))  # noqa: E731
     name = max(request.__struct_fields__, key=lambda name: size(request, name))
-    if name != "sampling":
+    if name not in PARTS:
         return name
-    return f"sampling.{max(request.sampling.__struct_fields__, key=lambda name: size(request.sampling, name))}"
+    part = getattr(request, name)
+    return f"{name}.{max(part.__struct_fields__, key=lambda name: size(part, name))}"
 
 
 def shared_of(request: Request) -> Shared:

@@ -16,6 +16,7 @@ from PIL import Image
 
 from tests.kit.fake_backend import RATE_HZ, FakeBackend, sine
 from triton_omni import cli
+from triton_omni.backends.core.generate import ImageParams
 from triton_omni.openai.media import audio as coding
 from triton_omni.subtitles import Phrase, srt
 from triton_omni.sync import Client
@@ -53,7 +54,7 @@ def test_transcripts(capsys: pytest.CaptureFixture[str], backend: FakeBackend) -
     assert told["text"] == "Hello there. How are you?"
     assert told["segments"][1]["words"][0] == {"word": "How", "start_s": 1.5, "end_s": 1.75}
     assert backend.seen[0].request.operation == "transcription" and len(backend.seen[0].media["audio"]) > 10_000
-    assert [call.request.stages for call in backend.seen] == [{}] * 3 + [{"transcriber": {"words": True}}]
+    assert [call.request.transcription.word_timestamps for call in backend.seen] == [False] * 3 + [True]
 
 
 def test_times_of_long_recordings() -> None:
@@ -85,14 +86,14 @@ def test_pictures(capsys: pytest.CaptureFixture[str], backend: FakeBackend) -> N
     assert Image.open("fox.jpg").format == "JPEG"
     assert "fox.jpg: 16x8" in capsys.readouterr().out
     drawn, edited = backend.seen
-    assert drawn.request.stages == {"denoiser": {"steps": 3, "seed": 1, "width": 32, "height": 16}}
+    assert drawn.request.image == ImageParams(width=32, height=16, steps=3, seed=1)
     assert edited.request.operation == "edit" and edited.pipeline == "painter"
     assert [p.shape for p in edited.request.messages[0].parts] == [(4, 6, 3), (4, 6), ()]
 
 
 def test_speech(backend: FakeBackend) -> None:
     assert cli.main(["speak", "one two three", "three.wav", "--speed", "2"]) == 0
-    assert Path("three.wav").read_bytes()[:4] == b"RIFF" and backend.seen[0].request.speed == 2
+    assert Path("three.wav").read_bytes()[:4] == b"RIFF" and backend.seen[0].request.speech.speed == 2
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from PIL import Image
 
 from tests.kit.fake_backend import RATE_HZ, SAMPLES, FakeBackend, sine
 from tests.kit.proxy_server import RunningProxy
+from triton_omni.backends.core.generate import ImageParams
 from triton_omni.openai.endpoints.image_request import as_base64
 from triton_omni.openai.http.calls import Pieces
 from triton_omni.openai.media import audio as coding
@@ -187,7 +188,12 @@ def test_every_sampling_option_reaches_the_server(sdk: openai.OpenAI, backend: F
     assert (sampling.stop, sampling.frequency_penalty, sampling.presence_penalty) == (("x", "y"), 0.1, -0.2)
     assert (sampling.logit_bias, sampling.json_schema) == ({"5": -100.0}, schema)
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty, sampling.ignore_eos) == (3, 0.1, 1.1, True)
-    assert (request.priority, request.language, request.speed, request.stages) == (2, "en", 2.0, {"words": {"x": 1}})
+    assert (request.priority, request.speech.language, request.speech.speed, request.stages) == (
+        2,
+        "en",
+        2.0,
+        {"words": {"x": 1}},
+    )
     assert request.deadlines.total_s == 5.0 and len(request.tools) == 1
 
 
@@ -343,7 +349,7 @@ def test_server_errors_keep_their_meaning(sdk: openai.OpenAI, backend: FakeBacke
 
 def test_server_fields_become_openai_parameters(sdk: openai.OpenAI, backend: FakeBackend) -> None:
     for where, param in [
-        ("sampling.max_tokens", "max_completion_tokens"), ("voice", "audio.voice"), ("sampling.top_p", "top_p"),
+        ("sampling.max_tokens", "max_completion_tokens"), ("speech.voice", "audio.voice"), ("sampling.top_p", "top_p"),
         ("sampling.json_schema", "response_format"), ("messages", "messages"), ("modalities", "modalities"),
         ("request", "messages"),
     ]:  # fmt: skip
@@ -374,14 +380,12 @@ def test_of_a_request_that_is_too_large_the_largest_field_is_named(
 
 @pytest.mark.parametrize("param", ["size", "negative_prompt", "num_inference_steps"])
 def test_options_of_pictures_for_a_model_that_draws_none(sdk: openai.OpenAI, backend: FakeBackend, param: str) -> None:
-    backend.refusal = "[bad_request:stages.denoiser] unknown stage 'denoiser'; stages: words"
+    field = {"size": "width", "num_inference_steps": "steps"}.get(param, param)
+    backend.refusal = f"[bad_request:image.{field}] pipeline 'fake' does not take 'image.{field}'"
     given = {"size": "16x16", "negative_prompt": "no", "num_inference_steps": 3}[param]
-    with pytest.raises(openai.BadRequestError, match=f"'{param}' is for models that draw; 'fake' does not") as caught:
+    with pytest.raises(openai.BadRequestError, match="pipeline 'fake' does not take") as caught:
         complete(sdk, extra_body={param: given})
     assert caught.value.param == param
-    with pytest.raises(openai.BadRequestError, match="unknown stage") as own:
-        complete(sdk, extra_body={param: given, "stages": {"denoiser": {}}})
-    assert own.value.param == "stages.denoiser"
 
 
 def test_an_unknown_model(sdk: openai.OpenAI) -> None:
@@ -570,7 +574,7 @@ def test_pictures_at_once_and_streamed(sdk: openai.OpenAI, backend: FakeBackend)
         assert choice.message.content is None and choice.finish_reason
     request = backend.seen[0].request
     assert (request.operation, request.modalities) == ("chat", ("image",))
-    assert request.stages == {"denoiser": {"width": 32, "height": 16, "steps": 4}}
+    assert request.image == ImageParams(width=32, height=16, steps=4)
     with sdk.chat.completions.stream(model="painter", messages=USER, modalities=["image"]) as stream:  # type: ignore[list-item]
         for _ in stream:
             pass

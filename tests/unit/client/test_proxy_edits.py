@@ -15,6 +15,7 @@ from PIL import Image
 
 from tests.kit.fake_backend import FakeBackend
 from tests.kit.proxy_server import RunningProxy
+from triton_omni.backends.core.generate import ImageParams
 from triton_omni.media import MAX_PIXELS
 
 
@@ -55,10 +56,10 @@ def test_a_picture_and_its_mask_travel_as_pixels(sdk: openai.OpenAI, backend: Fa
     assert (answer.usage.input_tokens, details.text_tokens, details.image_tokens) == (30, 5, 25)
     (seen,) = backend.seen
     assert seen.request.operation == "edit"
-    assert seen.request.stages["denoiser"] == {
-        "width": 32, "height": 16, "n": 2, "steps": 5, "true_cfg_scale": 4.5, "negative_prompt": "7", "seed": 7,
-        "guidance_scale": 2.5,
-    }  # fmt: skip
+    assert seen.request.stages == {"denoiser": {"guidance_scale": 2.5}}
+    assert seen.request.image == ImageParams(
+        width=32, height=16, n=2, steps=5, true_cfg_scale=4.5, negative_prompt="7", seed=7
+    )
     picture, mask, text = seen.request.messages[0].parts
     assert (picture.shape, mask.shape, text.text) == ((4, 6, 3), (4, 6), "a fox")
     pixels = seen.media["image"]
@@ -145,7 +146,7 @@ def test_a_form_that_is_none(proxy: RunningProxy, given: dict[str, Any], param: 
         ("messages[0].content[0].shape", "image"),
         ("messages[0].content[1]", "mask"),
         ("messages", "prompt"),
-        ("stages.denoiser.width", "size"),
+        ("image.width", "size"),
         ("image", "image"),
     ],
 )
@@ -171,7 +172,5 @@ def test_the_wrong_model_names_the_right_ones(
 
 
 def test_values_in_a_form_that_json_could_not_say_stay_text(sdk: openai.OpenAI, backend: FakeBackend) -> None:
-    edit(
-        sdk, extra_body={"stages[denoiser][a]": '"\\ud800"', "stages[denoiser][b]": "NaN", "stages[denoiser][c]": "1e9"}
-    )
-    assert backend.seen[0].request.stages["denoiser"] == {"a": '"\\ud800"', "b": "NaN", "c": 1e9}
+    edit(sdk, extra_body={"stages[words][a]": '"\\ud800"', "stages[words][b]": "NaN", "stages[words][c]": "1e9"})
+    assert backend.seen[0].request.stages["words"] == {"a": '"\\ud800"', "b": "NaN", "c": 1e9}

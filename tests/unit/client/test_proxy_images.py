@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.kit.fake_backend import FakeBackend
+from triton_omni.backends.core.generate import ImageParams
 from triton_omni.openai.endpoints.image_request import DrawCall
 
 
@@ -42,12 +43,9 @@ def test_pictures_in_order_and_as_png(sdk: openai.OpenAI, backend: FakeBackend) 
     }  # fmt: skip
     request = backend.seen[0].request
     assert (request.operation, request.input) == ("image", "a fox")
-    assert request.stages == {
-        "denoiser": {
-            "width": 32, "height": 16, "n": 2, "steps": 5, "guidance_scale": 2.5, "true_cfg_scale": 4.0,
-            "negative_prompt": "no", "seed": 7,
-        }
-    }  # fmt: skip
+    assert request.image == ImageParams(
+        width=32, height=16, n=2, steps=5, guidance_scale=2.5, true_cfg_scale=4.0, negative_prompt="no", seed=7
+    )
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "webp"])
@@ -74,14 +72,14 @@ def test_fast_previews_then_the_picture(sdk: openai.OpenAI, backend: FakeBackend
     events = list(draw(sdk, stream=True, extra_body={"preview_every": 2, "num_inference_steps": 7}))
     assert [e.type for e in events] == ["image_generation.partial_image"] * 3 + ["image_generation.completed"]
     assert [e.partial_image_index for e in events[:3]] == [0, 1, 2]
-    assert backend.seen[0].request.stages["denoiser"] == {"preview_every": 2, "steps": 7}
+    assert backend.seen[0].request.image == ImageParams(preview_every=2, steps=7)
 
 
 @pytest.mark.parametrize("lora", ["ink", {"name": "ink", "scale": 0.5}])
 def test_a_lora_and_the_step_cache(sdk: openai.OpenAI, backend: FakeBackend, lora: Any) -> None:
     scale = {"lora_scale": 0.5} if lora == "ink" else {}
     draw(sdk, extra_body={"lora": lora, "step_cache": True, **scale})
-    assert backend.seen[0].request.stages["denoiser"] == {"lora": "ink", "lora_scale": 0.5, "step_cache": True}
+    assert backend.seen[0].request.image == ImageParams(lora="ink", lora_scale=0.5, step_cache=True)
 
 
 @pytest.mark.parametrize(("asked", "said"), [("auto", None), ("standard", "medium"), ("hd", "high"), ("max", "max")])
@@ -94,7 +92,7 @@ def test_what_is_checked_and_what_is_ignored_changes_nothing(
         extra_body={"seed": None, "partial_images": 0, "preview_every": 0, "step_cache": False},
     )  # fmt: skip
     assert answer.quality == said
-    assert backend.seen[0].request.stages["denoiser"] == {"n": 1, "partial_images": 0, "preview_every": 0}
+    assert backend.seen[0].request.image == ImageParams()
 
 
 @pytest.mark.parametrize(
@@ -137,9 +135,9 @@ def test_bad_input_names_the_parameter(sdk: openai.OpenAI, more: dict[str, Any],
 
 
 def test_server_fields_become_openai_parameters(sdk: openai.OpenAI, backend: FakeBackend) -> None:
-    for where, param in [("stages.denoiser.lora", "lora"), ("stages.denoiser.preview_every", "preview_every"),
-                         ("stages.denoiser.step_cache", "step_cache"),
-                         ("stages.denoiser.width", "size"), ("stages.denoiser.steps", "num_inference_steps"),
+    for where, param in [("image.lora", "lora"), ("image.preview_every", "preview_every"),
+                         ("image.step_cache", "step_cache"),
+                         ("image.width", "size"), ("image.steps", "num_inference_steps"),
                          ("input", "prompt")]:  # fmt: skip
         backend.refusal = f"[bad_request:{where}] no"
         with pytest.raises(openai.BadRequestError) as caught:

@@ -32,7 +32,12 @@ def test_pcm_is_24_khz_16_bit(sdk: openai.OpenAI, backend: FakeBackend) -> None:
     answer = speak(sdk, response_format="pcm", speed=1.5)
     assert answer.content == WHOLE
     request = backend.seen[0].request
-    assert (request.operation, request.input, request.voice, request.speed) == ("speech", TEXT, "sine", 1.5)
+    assert (request.operation, request.input, request.speech.voice, request.speech.speed) == (
+        "speech",
+        TEXT,
+        "sine",
+        1.5,
+    )
 
 
 def test_wav_has_a_header_of_unknown_length(sdk: openai.OpenAI) -> None:

@@ -25,7 +25,7 @@ def test_json_and_what_the_server_gets(sdk: openai.OpenAI, backend: FakeBackend)
     assert answer.text == "Hello there. How are you?"
     assert (answer.usage.type, answer.usage.seconds) == ("duration", 3)
     call = backend.seen[0]
-    assert (call.request.operation, call.request.language) == ("transcription", "en")
+    assert (call.request.operation, call.request.transcription.language) == ("transcription", "en")
     (part,) = call.request.messages[0].parts
     assert part.type == "audio" and part.length == len(call.media["audio"])
     assert abs(part.length / part.sample_rate - 1.0) < 0.1
@@ -51,11 +51,13 @@ def test_words_and_their_times(sdk: openai.OpenAI, backend: FakeBackend) -> None
     both = transcribe(sdk, response_format="verbose_json", timestamp_granularities=["word", "segment"])
     assert len(both.words) == 5 and len(both.segments) == 2
     assert transcribe(sdk, response_format="verbose_json").words is None
-    assert [call.request.stages for call in backend.seen] == [{"transcriber": {"words": True}}] * 2 + [{}]
+    assert [call.request.transcription.word_timestamps for call in backend.seen] == [True, True, False]
 
 
 def test_a_pipeline_that_knows_no_times_of_words(sdk: openai.OpenAI, backend: FakeBackend) -> None:
-    backend.refusal = "[bad_request:stages.transcriber] unknown stage 'transcriber'; stages: words"
+    backend.refusal = (
+        "[bad_request:transcription.word_timestamps] pipeline 'fake' does not take 'transcription.word_timestamps'"
+    )
     with pytest.raises(openai.BadRequestError, match="when single words are said") as caught:
         transcribe(sdk, response_format="verbose_json", timestamp_granularities=["word"])
     assert caught.value.param == "timestamp_granularities[]"

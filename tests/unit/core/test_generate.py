@@ -8,7 +8,17 @@ import json
 import pytest
 
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.generate import GenerateRequest, Message, Part, Sampling, decode_request, encode_request
+from triton_omni.backends.core.generate import (
+    GenerateRequest,
+    ImageParams,
+    Message,
+    Part,
+    Sampling,
+    SpeechParams,
+    TranscriptionParams,
+    decode_request,
+    encode_request,
+)
 from triton_omni.backends.core.ids import RUN_ID_BYTES, new_request_id, new_run_id
 
 BAD = {
@@ -21,7 +31,7 @@ BAD = {
     "sampling.max_tokens": {"sampling": {"max_tokens": 0}},
     "sampling.seed": {"sampling": {"seed": 1.5}},
     "sampling.stop[1]": {"sampling": {"stop": ["a", 1]}},
-    "speed": {"speed": 100},
+    "speech.speed": {"speech": {"speed": 100}},
     "priority": {"priority": 101},
     "stream": {"stream": "yes"},
     "modalities": {"modalities": "text"},
@@ -42,7 +52,8 @@ def test_a_bad_field_is_named(field, value):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"null", b"[]", b'"text"', b"5", b'{"input": "\xff"}', b'{"speed": NaN}', b'{"speed": Infinity}',
+    [b"", b"{", b"null", b"[]", b'"text"', b"5", b'{"input": "\xff"}',
+     b'{"speech": {"speed": NaN}}', b'{"speech": {"speed": Infinity}}',
      b'{"deadlines": {"total_s": 1e999}}', b'{"deadlines": {"total_s": NaN}}', b'{"sampling": {"seed": 1e400}}',
      b'{"sampling": {"seed": 99999999999999999999999999}}', b'{"stages": ' + b'{"a":' * 100_000,
      b'{"stages": {"a": {"b": ' + b"[" * 20_000 + b"]" * 20_000 + b"}}}", b'{"tools": [' + b'{"a":' * 5_000,
@@ -71,8 +82,10 @@ def test_round_trip_of_everything():
     request = GenerateRequest(
         messages=(Message("user", parts),),
         modalities=("text", "audio"),
-        voice="v",
         sampling=Sampling(max_tokens=3, logit_bias={"5": -1.0}, json_schema={"type": "object"}),
+        image=ImageParams(width=64),
+        speech=SpeechParams(voice="v", speed=1.5),
+        transcription=TranscriptionParams(word_timestamps=True),
         stages={"tokens": {"delay_s": 0.5}},
         stream=False,
     )  # fmt: skip

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 
 from triton_omni.backends.core.engine import OptionsError
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.generate import GenerateRequest, Message, Part, Sampling
+from triton_omni.backends.core.generate import GenerateRequest, ImageParams, Message, Part, Sampling
 from triton_omni.backends.core.pipeline import Pipeline
 from triton_omni.backends.diffusion.image_params import read_wish
 from triton_omni.backends.diffusion.options import Defaults, Limits, read_options
@@ -259,3 +260,15 @@ def test_the_pipeline_loads_without_torch() -> None:
         "sys.exit(any(m in sys.modules for m in ('torch', 'diffusers', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_stage_options_override_the_typed_parameters_and_errors_name_where_a_value_came_from():
+    params = ImageParams(width=64, steps=4)
+    request = GenerateRequest(operation="image", input="x", image=params, stages={STAGE: {"steps": 6}})
+    read = read_wish(request, STAGE, Limits(), Defaults())
+    assert (read.width, read.steps) == (64, 6)
+    with pytest.raises(BadRequest) as typed:
+        read_wish(msgspec.structs.replace(request, image=ImageParams(width=7)), STAGE, Limits(), Defaults())
+    with pytest.raises(BadRequest) as by_name:
+        read_wish(msgspec.structs.replace(request, stages={STAGE: {"width": 7}}), STAGE, Limits(), Defaults())
+    assert (typed.value.where, by_name.value.where) == ("image.width", f"stages.{STAGE}.width")

@@ -11,7 +11,15 @@ from tests.kit.orchestrator_harness import ScriptedStage, chat, scene, sound
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.errors import BadRequest, Internal, StageFailed, TooBusy, Unavailable
-from triton_omni.backends.core.generate import Deadlines, GenerateRequest, Message, Part
+from triton_omni.backends.core.generate import (
+    Deadlines,
+    GenerateRequest,
+    ImageParams,
+    Message,
+    Part,
+    SpeechParams,
+    TranscriptionParams,
+)
 from triton_omni.backends.core.ids import RUN_ID_BYTES
 from triton_omni.backends.orchestrator.driver import STOP_GRACE_S
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
@@ -201,7 +209,10 @@ REFUSED = [
     (GenerateRequest("sing"), {}, "operation"),
     (GenerateRequest("speech"), {}, "input"),
     (GenerateRequest(), {}, "messages"),
-    (chat(voice="bob"), {}, "voice"),
+    (chat(speech=SpeechParams(voice="bob")), {}, "speech.voice"),
+    (chat(speech=SpeechParams(instructions="softly")), {}, "speech.instructions"),
+    (chat(image=ImageParams(width=64)), {}, "image.width"),
+    (chat(transcription=TranscriptionParams(word_timestamps=True)), {}, "transcription.word_timestamps"),
     (chat(stages={"nose": {}}), {}, "stages.nose"),
     (chat(stages={"tokens": {"burst": 0}}), {}, "stages.tokens"),
     (chat(), {"audio": 5}, "audio"),
@@ -227,12 +238,12 @@ def test_hostile_ids_are_refused(play, request_id):
 
 def test_a_bug_in_a_check_answers_its_request_and_costs_no_other(play):
     def buggy(request):
-        if request.voice:
+        if request.speech.voice:
             raise ZeroDivisionError
 
     s = play(replace(PIPELINE, check=buggy))
     turn, s.turn = s.turn, lambda count=2: None
-    bad = s.ask(chat("text", voice="x"))
+    bad = s.ask(chat("text", speech=SpeechParams(voice="x")))
     good = s.ask(chat("text"))
     s.turn = turn
     s.turn()

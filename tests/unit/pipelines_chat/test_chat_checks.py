@@ -10,7 +10,7 @@ import pytest
 
 from triton_omni.backends.core.chunk import Chunk
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part, SpeechParams
 from triton_omni.backends.pipelines.chat.adapters import text_of, transcript_of
 from triton_omni.backends.pipelines.chat.pipeline import PIPELINE
 
@@ -30,8 +30,8 @@ def speaking(text: str, **fields) -> GenerateRequest:
     "request_",
     [
         asking(),
-        asking(voice="heart", language="en"),
-        asking(language="EN-US", modalities=("text", "audio")),
+        asking(speech=SpeechParams(voice="heart", language="en")),
+        asking(speech=SpeechParams(language="EN-US"), modalities=("text", "audio")),
         asking(messages=(Message("system", "Be brief."), Message("user", (Part("text", "What is this?"), AUDIO)))),
         asking(stages={"thinker": {"temperature": 0.5}, "code2wav": {"chunk_frames": 50}, "talker": {}}),
         speaking("Hello."),
@@ -45,9 +45,9 @@ def test_what_the_pipeline_can_do_passes(request_: GenerateRequest) -> None:
 @pytest.mark.parametrize(
     ("request_", "field", "says"),
     [
-        (asking(voice="alloy"), "voice", "heart"),
-        (asking(voice=""), "voice", "heart"),
-        (asking(language="de"), "language", "en"),
+        (asking(speech=SpeechParams(voice="alloy")), "speech.voice", "heart"),
+        (asking(speech=SpeechParams(voice="")), "speech.voice", "heart"),
+        (asking(speech=SpeechParams(language="de")), "speech.language", "en"),
         (asking(messages=()), "messages", "message"),
         (asking(messages=(Message("system", "Be brief."),)), "messages", "user"),
         (asking(messages=(Message("user", (Part("image", shape=(1, 1, 3)),)),)), "messages[0]", "text and audio"),
@@ -65,7 +65,7 @@ def test_what_the_pipeline_can_do_passes(request_: GenerateRequest) -> None:
         (speaking(" \n"), "input", "nothing"),
         (speaking("x" * 4097), "input", "4096"),
         (speaking("Hello.", messages=HELLO), "messages", "input"),
-        (speaking("Hello.", voice="nova"), "voice", "heart"),
+        (speaking("Hello.", speech=SpeechParams(voice="nova")), "speech.voice", "heart"),
     ],
 )
 def test_anything_else_is_refused_by_field(request_: GenerateRequest, field: str, says: str) -> None:

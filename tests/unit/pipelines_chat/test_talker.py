@@ -14,7 +14,7 @@ pytest.importorskip("hibari", reason="the engine environment is needed")
 from tests.kit import engine_driver as drive
 from triton_omni.backends.core.engine import Event, Failed, Finished, Run, Send
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.generate import GenerateRequest, SpeechParams
 from triton_omni.backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
 from triton_omni.backends.pipelines.chat.talker import QUEUE_CLAUSES, TalkerEngine
 from triton_omni.backends.pipelines.chat.voice import BINS, LONGEST_WORD, Voice, shortened
@@ -41,7 +41,7 @@ def fed_run() -> Run:
 
 
 def speech_run(text: str, speed: float = 1.0) -> Run:
-    return drive.new_run(GenerateRequest(operation="speech", input=text, speed=speed))
+    return drive.new_run(GenerateRequest(operation="speech", input=text, speech=SpeechParams(speed=speed)))
 
 
 def spoken(talker: TalkerEngine, pieces: list[str]) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ from triton_omni.backends.config.paths import models_dir
 from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.engine import Finished, Output, Progress, Run, Send
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part, TranscriptionParams
 from triton_omni.backends.pipelines.chat.align import Word, best_path, first_frames, loud_frames, words_at
 from triton_omni.backends.pipelines.chat.ear import Segment, WhisperEar
 from triton_omni.backends.pipelines.chat.sound import SAMPLE_RATE_HZ, WINDOW_SAMPLES
@@ -78,7 +78,7 @@ def test_a_client_gets_timed_segments_of_all_the_audio() -> None:
 
 def test_words_have_the_times_of_all_the_audio_and_come_only_if_asked_for() -> None:
     run = asking((0.4, 40))
-    run.request = msgspec.structs.replace(run.request, stages={"transcriber": {"words": True}})
+    run.request = msgspec.structs.replace(run.request, transcription=TranscriptionParams(word_timestamps=True))
     run.wanted, run.feeds = frozenset({"transcript"}), False
     said = [event.meta for event in drive.run_with(engine(), run) if isinstance(event, Output)]
     assert all(meta["words"][0]["start_s"] == meta["start_s"] for meta in said if meta["words"])

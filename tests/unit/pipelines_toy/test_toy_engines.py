@@ -14,7 +14,7 @@ from tests.kit.worker_harness import chat
 from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.engine import Failed, Finished, Output, Progress, Send
 from triton_omni.backends.core.errors import BadRequest, StageFailed
-from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part, SpeechParams
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines import load
 from triton_omni.backends.pipelines.toy import engines
@@ -124,8 +124,8 @@ def test_payloads_are_checked_where_they_arrive():
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
-        (GenerateRequest(messages=(Message("user", "x"),), voice="bob"), "voice"),
-        (GenerateRequest(messages=(Message("user", "x"),), language="fr"), "language"),
+        (GenerateRequest(messages=(Message("user", "x"),), speech=SpeechParams(voice="bob")), "speech.voice"),
+        (GenerateRequest(messages=(Message("user", "x"),), speech=SpeechParams(language="fr")), "speech.language"),
         (GenerateRequest("speech", input="  "), "input"),
         (GenerateRequest(), "messages"),
         (GenerateRequest(messages=(Message("user", (Part("image", shape=(1,)),)),)), "messages"),

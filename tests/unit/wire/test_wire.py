@@ -40,7 +40,7 @@ def test_the_short_form_of_other_operations_is_their_input():
     request = short_form("say it", {"operation": "speech", "speed": "1.5", "stages": '{"wave": {"burst": 2}}'}, False)
     assert request.input == "say it"
     assert request.messages == ()
-    assert request.speed == 1.5
+    assert request.speech.speed == 1.5
     assert request.stages == {"wave": {"burst": 2}}
     assert not request.stream
     assert short_form("", {"operation": "abort", "target": "req-1"}, False).target == "req-1"
@@ -88,7 +88,7 @@ def test_an_odd_parameter_is_named(key, value, words):
         ("max_tokens", 0, "sampling.max_tokens"),
         ("temperature", 9, "sampling.temperature"),
         ("deadline_s", -1, "deadlines.total_s"),
-        ("speed", 50, "speed"),
+        ("speed", 50, "speech.speed"),
         ("priority", 1_000, "priority"),
         ("stages", '{"a": 5}', "stages[...]"),
     ],
