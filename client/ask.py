@@ -25,6 +25,7 @@ from triton_omni.backends.wire import (
     SpeechParams,
     TranscriptionParams,
 )
+from triton_omni.data_urls import is_data_url
 from triton_omni.media import Media
 from triton_omni.pieces import Piece
 from triton_omni.subtitles import Phrase, srt, vtt
@@ -86,7 +87,7 @@ def chat(client: Client, options: argparse.Namespace, say: Say) -> int:
 
 def _content(client: Client, source: str) -> bytes:
     """What is in a file or behind a URL. Raises OSError or MediaError."""
-    is_url = "://" in source or source.startswith("data:")
+    is_url = "://" in source or is_data_url(source)
     return client.read_url(source) if is_url else Path(source).read_bytes()
 
 
@@ -175,7 +176,7 @@ def draw(client: Client, options: argparse.Namespace, say: Say) -> int:
 def edit(client: Client, options: argparse.Namespace, say: Say) -> int:
     """A picture made of another one."""
     media = Media()
-    parts = [media.image(_content(client, options.picture))]
+    parts = [media.image(_content(client, options.picture), alpha="drop")]
     if options.mask:
         parts.append(media.mask(_content(client, options.mask)))
     message = Message("user", (*parts, Part("text", options.prompt)))

@@ -17,7 +17,8 @@ from functools import cache, partial
 
 import httpx
 
-from triton_omni.media import MediaError, from_data_url
+from triton_omni.data_urls import from_data_url, is_data_url
+from triton_omni.media import MediaError
 
 MAX_BYTES = 32 * 1024 * 1024
 TIMEOUT_S = 15.0
@@ -47,7 +48,7 @@ def is_any(address: str) -> bool:
 
 async def read_url(url: str, is_allowed: IsAllowed = is_public, names: Executor | None = None) -> bytes:
     """The bytes in a data URL, or behind an http(s) one. Raises MediaError. Threads of `names` look up hosts."""
-    if url.startswith("data:"):
+    if is_data_url(url):
         return await asyncio.to_thread(from_data_url, url)
     try:
         place = httpx.URL(url)

@@ -58,7 +58,7 @@ async def read_chat(fields: Fields, reader: Reader) -> ChatCall:
     options = extras.request(fields)
     drawing = image_request.drawing_options(fields)
     speech = extras.speech(fields, voice)
-    reader.with_film_sounds = _film_sounds(fields)
+    reader.with_video_audio = _video_audio(fields)
     fields.nothing_else(IGNORED)
     messages = await reader.read(raw_messages)
     request = GenerateRequest(
@@ -106,8 +106,8 @@ def _stream(fields: Fields) -> tuple[bool, bool]:
     return is_stream, with_usage
 
 
-def _film_sounds(fields: Fields) -> bool:
-    """vLLM's words for: the sound of a film is read together with its frames."""
+def _video_audio(fields: Fields) -> bool:
+    """vLLM's option to read the audio track of a video together with its frames."""
     options = fields.inner("mm_processor_kwargs")
     if options is None:
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
@@ -41,7 +42,7 @@ async def _sources(form: FormData, found: Media, pool: ThreadPoolExecutor) -> So
         raise missing("image")
     if len(pictures) > MAX_PICTURES:
         raise invalid("image", f"There may be {MAX_PICTURES} pictures, not {len(pictures)}.")
-    parts = [await _part(pool, value, "image", found.image) for value in pictures]
+    parts = [await _part(pool, value, "image", partial(found.image, alpha="drop")) for value in pictures]
     if len(form.getlist("mask")) > 1:
         raise invalid("mask", "There is one mask at most.")
     if "mask" in form:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI chat messages → ours, and their sounds, pictures and films → the media tensors."""
+"""OpenAI chat messages → ours, and their images, audio and video → the media tensors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from triton_omni.backends.wire import Message, Part
+from triton_omni.data_urls import from_base64, from_data_url, is_data_url
 from triton_omni.fetch import read_url
-from triton_omni.media import Media, MediaError, from_base64, from_data_url
+from triton_omni.media import Media, MediaError
 from triton_omni.openai.endpoints.tools import checked_calls
 from triton_omni.openai.http.budget import Share
 from triton_omni.openai.http.calls import Shared
@@ -35,8 +36,8 @@ class Reader:
 
     def __init__(self, shared: Shared, share: Share) -> None:
         self.media = Media(share.take)
-        self.with_film_sounds = False
-        """Films bring their own sound along."""
+        self.with_video_audio = False
+        """Each video part is followed by the video's own audio track."""
         self._media_count = 0
         self._shared = shared
 
@@ -90,7 +91,7 @@ class Reader:
         return transcript
 
     async def _parts(self, value: Any, path: str) -> list[Part]:
-        """The part; of a film also its sound, if that is wanted."""
+        """The part; for a video also its audio track, if that is requested."""
         fields = _fields(value, path)
         kind = fields.text("type", needed=True)
         if kind in ("text", "refusal"):
@@ -99,7 +100,7 @@ class Reader:
             raise unsupported(f"{path}.type", f"Content parts of the type '{kind}' are not supported here.")
         self._media_count += 1
         if self._media_count > MAX_MEDIA:
-            raise invalid(path, f"A request may bring {MAX_MEDIA} pictures, sounds and films together.")
+            raise invalid(path, f"A request must have at most {MAX_MEDIA} images, audio files and videos together.")
         inner = _needed(fields, kind)
         return await self._by_url(inner, URL_PARTS[kind]) if kind in URL_PARTS else [await self._input_audio(inner)]
 
@@ -109,8 +110,9 @@ class Reader:
         data = fields.text("data", needed=True, most=MAX_URL_CHARS) or ""
         fields.nothing_else()
         param = fields.name("data")
+        decode = from_data_url if is_data_url(data) else from_base64
         with blaming(param, "invalid_audio"):
-            return await in_thread(self._shared.pools.media, lambda: self.media.audio(from_base64(data)))
+            return await in_thread(self._shared.pools.media, lambda: self.media.audio(decode(data)))
 
     async def _by_url(self, fields: Fields, kind: str) -> list[Part]:
         url = fields.text("url", needed=True, most=MAX_URL_CHARS) or ""
@@ -124,13 +126,13 @@ class Reader:
         pool = pools.films if kind == "video" else pools.media
         with blaming(param, f"invalid_{kind}"):
             parts = [await in_thread(pool, _ADD[kind], self.media, data)]
-            if kind == "video" and self.with_film_sounds:
-                parts.append(await in_thread(pool, self.media.sound_of, data))
+            if kind == "video" and self.with_video_audio:
+                parts.append(await in_thread(pool, self.media.video_audio, data))
             return parts
 
     async def _read(self, url: str) -> bytes:
         pools = self._shared.pools
-        if url.startswith("data:"):
+        if is_data_url(url):
             return await in_thread(pools.media, from_data_url, url)
         return await read_url(url, self._shared.may_fetch, pools.names)
 

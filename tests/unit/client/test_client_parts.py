@@ -15,7 +15,8 @@ from tests.kit.web_server import web
 from triton_omni import failures
 from triton_omni import fetch as fetching
 from triton_omni.backends import wire
-from triton_omni.media import MediaError, decode_picture
+from triton_omni.media import MediaError
+from triton_omni.media.images import decode_image
 from triton_omni.openai.endpoints.transcripts import Transcripts
 from triton_omni.openai.media import audio as coding
 from triton_omni.pieces import inputs_of
@@ -138,10 +139,10 @@ def test_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_error_about_a_picture_does_not_show_where_the_server_keeps_it() -> None:
     with pytest.raises(MediaError) as caught:
-        decode_picture(b"no picture at all")
-    assert str(caught.value) == "The data is no picture (PNG, JPEG, WEBP, GIF)"
+        decode_image(b"no picture at all")
+    assert str(caught.value) == "not a supported image (PNG, JPEG, WEBP, GIF)"
     with pytest.raises(MediaError, match="truncated"):
-        decode_picture(png_of(40)[:-60])
+        decode_image(png_of(40)[:-60])
 
 
 def png_of(side: int) -> bytes:

@@ -154,16 +154,16 @@ def test_media_of_our_own_client(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (np.zeros((2, 3, 3)), np.zeros(4, np.uint8)):
         with pytest.raises(MediaError, match="cannot be"):
             media.image(wrong)
-    monkeypatch.setattr("triton_omni.media.MAX_BYTES", 2_200)
+    monkeypatch.setattr("triton_omni.media.limits.MAX_BYTES", 2_200)
     with pytest.raises(MediaError, match="together"):
         media.image(np.zeros((10, 10, 3), np.uint8))
 
 
 def test_sound_in_a_film_is_a_sound_and_pictures_are_no_film() -> None:
     media = Media()
-    with pytest.raises(MediaError, match="no video"):
+    with pytest.raises(MediaError, match="not a supported video"):
         media.video(coding.encode("wav", RATE_HZ, [sine(0)]))
-    with pytest.raises(MediaError, match="no video"):
+    with pytest.raises(MediaError, match="not a supported video"):
         media.video(picture())
 
 
@@ -191,11 +191,11 @@ def test_a_film_in_an_unknown_codec() -> None:
         ("MAX_DECODED_FRAMES", 3, "3 frames"),
         ("MAX_DECODED_PIXELS", 3 * 64 * 48, "9216 pixels together"),
         ("MAX_PIXELS", 64 * 48 - 1, "of 3071 pixels"),
-        ("MAX_FILM_FRAMES", 3, "1.5 seconds"),
+        ("MAX_VIDEO_FRAMES", 3, "1.5 seconds"),
     ],
 )
 def test_the_bounds_of_a_film(monkeypatch: pytest.MonkeyPatch, bound: str, most: int, says: str) -> None:
-    monkeypatch.setattr(f"triton_omni.media.{bound}", most)
+    monkeypatch.setattr(f"triton_omni.media.limits.{bound}", most)
     if bound != "MAX_PIXELS":  # of each frame, whatever their number
         assert Media().video(film(3)).shape[0] == 3
     with pytest.raises(MediaError, match=says):

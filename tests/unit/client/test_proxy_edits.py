@@ -16,7 +16,7 @@ from PIL import Image
 from tests.kit.fake_backend import FakeBackend
 from tests.kit.proxy_server import RunningProxy
 from triton_omni.backends.core.generate import ImageParams
-from triton_omni.media import MAX_PIXELS
+from triton_omni.media.limits import MAX_PIXELS
 
 
 def file(mode: str = "RGB", size: tuple[int, int] = (6, 4), kind: str = "png", colour: Any = None) -> bytes:
