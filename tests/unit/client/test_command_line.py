@@ -100,11 +100,11 @@ def test_speech(backend: FakeBackend) -> None:
     ("asked", "says"),
     [
         (["transcribe", "nothing.mp3"], "nothing.mp3: No such file or directory"),
-        (["transcribe", "cat.png"], "The data is no audio file"),
-        (["chat", "x", "--image", "speech.mp3"], "The data is no picture"),
+        (["transcribe", "cat.png"], "not a supported audio file"),
+        (["chat", "x", "--image", "speech.mp3"], "not a supported image"),
         (["edit", "cat.png", "x", "--mask", "cat.png", "--model", "painter"], "A mask needs an alpha channel"),
         (["chat", "x", "--image", "ftp://example.com/x"], "Only http, https and data URLs are read."),
-        (["chat", "x", "--image", "data:,x"], "A data URL must have the form"),
+        (["chat", "x", "--image", "data:x"], "A data URL must have the form"),
         (["speak", "one", "no/such/place.wav"], "no/such/place.wav: No such file or directory"),
     ],
 )
