@@ -51,10 +51,12 @@ class Workers:
     def runs(self) -> list[int]:
         """Ask all, wait for all."""
         for peer in self._peers:
-            peer.send(msg.Ping())
+            peer.send(msg.PingMessage())
         found: dict[Peer, int] = {}
         while len(found) < len(self._peers):
-            found |= {peer: item.live for peer, item in self._hub.poll(SOON_S) if peer and isinstance(item, msg.Ping)}
+            found |= {
+                peer: item.live for peer, item in self._hub.poll(SOON_S) if peer and isinstance(item, msg.PingMessage)
+            }
         return list(found.values())
 
     def wait(self, true: Callable[[list[int]], bool]) -> None:

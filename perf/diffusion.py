@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triton_omni.backends.core.engine import Failed, Finished, Run
+from triton_omni.backends.core.engine import EngineFailed, EngineFinished, Run
 from triton_omni.backends.core.generate import GenerateRequest
 from triton_omni.backends.core.ids import new_run_id
 from triton_omni.backends.core.pipeline import EngineContext
@@ -145,8 +145,8 @@ class Life:
             events = self._engine.step()
             self.now_s += time.process_time() - started
             for event in events:
-                assert not isinstance(event, Failed), event.error.message
-                if isinstance(event, Finished):
+                assert not isinstance(event, EngineFailed), event.error.message
+                if isinstance(event, EngineFinished):
                     self._latencies.append(self.now_s - self._came[event.run.id])
 
     def result(self) -> Result:

@@ -24,7 +24,15 @@ from perf.measures import Piece
 from triton_omni.backends.config import paths
 from triton_omni.backends.config.load import load_deploy
 from triton_omni.backends.core.chunk import Chunk
-from triton_omni.backends.core.engine import Engine, Event, Failed, Finished, Output, Run, Send
+from triton_omni.backends.core.engine import (
+    Engine,
+    EngineChunk,
+    EngineEvent,
+    EngineFailed,
+    EngineFinished,
+    EngineOutput,
+    Run,
+)
 from triton_omni.backends.core.generate import GenerateRequest, decode_request
 from triton_omni.backends.core.pipeline import EngineContext, Pipeline
 from triton_omni.backends.pipelines import load
@@ -107,18 +115,18 @@ class Chain:
                 return
             box.popleft()
 
-    def _route(self, job: Job, stage: str, event: Event) -> None:
+    def _route(self, job: Job, stage: str, event: EngineEvent) -> None:
         match event:
-            case Output(run, name, tensors, meta):
+            case EngineOutput(run, name, tensors, meta):
                 if name in run.wanted:
                     samples = tensors[0].spec.shape[0] if name == "audio" else 0
                     job.pieces.append(Piece(time.monotonic(), name, samples / meta.get("sample_rate", 1)))
-            case Send(run, tensors, meta, last):
+            case EngineChunk(run, tensors, meta, last):
                 self._pass_on(job, Chunk(run.id, stage, job.sent[stage], last, tensors, meta))
-            case Finished(run):
+            case EngineFinished(run):
                 self._pass_on(job, Chunk(run.id, stage, job.sent[stage], True))
                 self._close(job, stage)
-            case Failed():
+            case EngineFailed():
                 job.failed = True
                 for other in job.runs:
                     self._engines[other].stop(job.runs[other])

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.kit.engine_chain import Chain
 from triton_omni.backends.ar.environment import worker_environment
-from triton_omni.backends.core.engine import Output, Send
+from triton_omni.backends.core.engine import EngineChunk, EngineOutput
 from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
@@ -122,7 +122,7 @@ def timed(chain: Chain, inside: Counter[str], stamps: dict[tuple[int, str], list
             now = time.monotonic()
             inside[name] += now - begun  # type: ignore[assignment]
             for event in events:
-                if isinstance(event, Output | Send):
+                if isinstance(event, EngineOutput | EngineChunk):
                     stamps.setdefault((id(event.run), name), []).append(now)
             return events
 

@@ -24,7 +24,7 @@ from triton_omni.backends.ar.sampling import check_max_tokens, stage_sampling
 from triton_omni.backends.ar.schemas import check_schema
 from triton_omni.backends.ar.tools import ANY, CallScanner, check_tools, forced_calls
 from triton_omni.backends.ar.upstream import scheduled
-from triton_omni.backends.core.engine import Event, Failed, Finished, Output, Run, Send
+from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFailed, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest, ErrorInfo, OmniError, StageFailed
 from triton_omni.backends.core.generate import Sampling
 from triton_omni.backends.core.pipeline import EngineContext
@@ -100,14 +100,14 @@ class Live:
         }
 
 
-Feed = Callable[[Live, RequestOutput], Iterable[Send]]
+Feed = Callable[[Live, RequestOutput], Iterable[EngineChunk]]
 """Makes the chunks for the consumer stages from what one step made of a run."""
 
 
-def text_feed(live: Live, output: RequestOutput) -> Iterable[Send]:
+def text_feed(live: Live, output: RequestOutput) -> Iterable[EngineChunk]:
     """The new text, if there is any."""
     text = output.outputs[0].text
-    return (Send(live.run, meta={"text": text}),) if text else ()
+    return (EngineChunk(live.run, meta={"text": text}),) if text else ()
 
 
 class ArEngine:
@@ -164,8 +164,8 @@ class ArEngine:
             self.llm.abort_request([live.key])
             cancel_compiling(live.scheduled)
 
-    def step(self) -> Sequence[Event]:
-        events: list[Event] = []
+    def step(self) -> Sequence[EngineEvent]:
+        events: list[EngineEvent] = []
         for output in self.llm.step():
             assert isinstance(output, RequestOutput), "pooling requests are never added"
             live = self.live.get(output.request_id)
@@ -227,7 +227,7 @@ class ArEngine:
         return live.grammar_field if is_refused(self.llm, params) else "messages"
 
     # --- what came out --------------------------------------------------------------------------------------------
-    def _made_of(self, live: Live, output: RequestOutput) -> list[Event]:
+    def _made_of(self, live: Live, output: RequestOutput) -> list[EngineEvent]:
         """What a step made of a run. The step was everyone's, so what our code does over it ends this run alone."""
         try:
             return self._events(live, output)
@@ -235,9 +235,9 @@ class ArEngine:
             request_id = live.run.request_id
             log.exception("an answer failed: request %s", request_id, extra={"request_id": request_id})
             self.stop(live.run)
-            return [Failed(live.run, ErrorInfo.of(error, self.stage).error())]
+            return [EngineFailed(live.run, ErrorInfo.of(error, self.stage).error())]
 
-    def _events(self, live: Live, output: RequestOutput) -> list[Event]:
+    def _events(self, live: Live, output: RequestOutput) -> list[EngineEvent]:
         made = output.outputs[0]
         live.held_ids += made.token_ids
         live.held_logprobs += _logprobs(made)
@@ -245,7 +245,7 @@ class ArEngine:
         live.cached_tokens = max(live.cached_tokens, output.num_cached_tokens or 0)
         if output.prompt_token_ids is not None:
             live.prompt_tokens = len(output.prompt_token_ids)  # media placeholders have been expanded
-        events: list[Event] = []
+        events: list[EngineEvent] = []
         text, calls = (made.text, []) if live.calls is None else live.calls.feed(made.text, output.finished)
         if text or calls or (output.finished and live.held_ids):
             events.append(self._output(live, text, calls))
@@ -256,25 +256,25 @@ class ArEngine:
             events.append(self._end(live, made.finish_reason or ""))
         return events
 
-    def _output(self, live: Live, text: str, calls: list[dict[str, str]]) -> Output:
+    def _output(self, live: Live, text: str, calls: list[dict[str, str]]) -> EngineOutput:
         meta: dict[str, Any] = {"text": text, "token_ids": live.held_ids}
         if calls:
             meta["tool_calls"] = calls
         if live.held_logprobs:
             meta["logprobs"] = live.held_logprobs
         live.held_ids, live.held_logprobs = [], []
-        return Output(live.run, "text", meta=meta)
+        return EngineOutput(live.run, "text", meta=meta)
 
-    def _end(self, live: Live, reason: str) -> Event:
+    def _end(self, live: Live, reason: str) -> EngineEvent:
         if reason == "stop" and live.calls is not None and live.calls.found:
             reason = "tool_calls"
         if reason in ("stop", "length", "tool_calls"):
-            return Finished(live.run, reason, live.usage())
+            return EngineFinished(live.run, reason, live.usage())
         if live.grammar_field:  # a grammar is compiled beside the steps; this is how it fails
             error: OmniError = BadRequest("the schema cannot be turned into a grammar", live.grammar_field)
         else:
             error = StageFailed(f"vLLM ended the run: {reason or 'no reason given'}", self.stage)
-        return Failed(live.run, error)
+        return EngineFailed(live.run, error)
 
 
 def _logprobs(made: CompletionOutput) -> list[dict[str, Any]]:

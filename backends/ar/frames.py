@@ -27,7 +27,7 @@ from triton_omni.backends.ar.rows import Begin, RowStore
 from triton_omni.backends.ar.sampling import stage_sampling
 from triton_omni.backends.ar.upstream import attach_rows, hook_arguments, scheduled
 from triton_omni.backends.core.chunk import Tensor
-from triton_omni.backends.core.engine import Event, Failed, Finished, Run, Send
+from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFailed, EngineFinished, Run
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.generate import Sampling
 from triton_omni.backends.core.pipeline import EngineContext
@@ -147,8 +147,8 @@ class FrameEngine:
         elif live in self._over:
             self._over.remove(live)
 
-    def step(self) -> Sequence[Event]:
-        events: list[Event] = [Finished(live.run, "stop", {"audio_frames": 0}) for live in self._over]
+    def step(self) -> Sequence[EngineEvent]:
+        events: list[EngineEvent] = [EngineFinished(live.run, "stop", {"audio_frames": 0}) for live in self._over]
         self._over.clear()
         for live in self._live.values():
             assert live.rows is not None, "a live run has its prompt"
@@ -158,7 +158,7 @@ class FrameEngine:
         for live, reason in [(live, reason) for live, reason in broken if reason]:
             self.stop(live.run)
             error = StageFailed(f"the rows of the run cannot be made: {reason}", self.stage)
-            events.append(Failed(live.run, error))
+            events.append(EngineFailed(live.run, error))
         for output in outputs:
             assert isinstance(output, RequestOutput), "pooling requests are never added"
             live = self._live.get(output.request_id)
@@ -202,7 +202,7 @@ class FrameEngine:
     def _params(self, sampling: Sampling, room: int, key: str) -> SamplingParams:
         return vllm_params(sampling, self._defaults, room=room, key=key, end_token=self.model.end_token)
 
-    def _events(self, live: Speaking, output: RequestOutput) -> list[Event]:
+    def _events(self, live: Speaking, output: RequestOutput) -> list[EngineEvent]:
         made = output.outputs[0]
         assert live.rows is not None
         frames, live.rows.frames = live.rows.frames, []
@@ -210,21 +210,21 @@ class FrameEngine:
         if made.finish_reason == "length":
             frames.pop()  # as transformers has it: the frame of the last allowed token is never made
         good = [f for f, token in zip(frames, made.token_ids, strict=False) if token != self.model.end_token]
-        events: list[Event] = []
+        events: list[EngineEvent] = []
         if good:
             live.frames += len(good)
-            events.append(Send(live.run, (Tensor.of("codes", np.stack(good)),)))
+            events.append(EngineChunk(live.run, (Tensor.of("codes", np.stack(good)),)))
         if output.finished:
             del self._live[live.key]
             self.gate.end(live.key)
             events.append(self._end(live, made.finish_reason or ""))
         return events
 
-    def _end(self, live: Speaking, reason: str) -> Event:
+    def _end(self, live: Speaking, reason: str) -> EngineEvent:
         if reason in ("stop", "length"):
             usage = {"audio_frames": live.frames, "preemptions": live.scheduled.num_preemptions}
-            return Finished(live.run, reason, usage)
-        return Failed(live.run, StageFailed(f"vLLM ended the run: {reason or 'no reason given'}", self.stage))
+            return EngineFinished(live.run, reason, usage)
+        return EngineFailed(live.run, StageFailed(f"vLLM ended the run: {reason or 'no reason given'}", self.stage))
 
 
 def _residual_seed(params: SamplingParams) -> int | None:

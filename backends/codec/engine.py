@@ -17,7 +17,7 @@ import numpy as np
 
 from triton_omni.backends.codec.decoder import Decoder, Window
 from triton_omni.backends.core.chunk import Chunk, Tensor
-from triton_omni.backends.core.engine import Event, Finished, Output, Run
+from triton_omni.backends.core.engine import EngineEvent, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import stage_options
 
@@ -128,20 +128,20 @@ class CodecEngine:
     def has_work(self) -> bool:
         return any(self._can_work(run) for run in self._runs)
 
-    def step(self) -> Sequence[Event]:
+    def step(self) -> Sequence[EngineEvent]:
         runs = [run for run in self._runs if self._can_work(run)][: self.options.max_batch]
         decoding = [run for run in runs if run.state.waiting]
         windows = [self._window(run.state) for run in decoding]
-        events: list[Event] = []
+        events: list[EngineEvent] = []
         for run, audio in zip(decoding, self.decoder.decode(windows) if windows else (), strict=True):
             meta = {"sample_rate": self.decoder.sample_rate_hz}
-            events.append(Output(run, "audio", (Tensor.of("audio", audio),), meta))
+            events.append(EngineOutput(run, "audio", (Tensor.of("audio", audio),), meta))
         for run in runs:
             self._runs.remove(run)
             live: Decoding = run.state
             if live.ended and not live.waiting:
                 samples = live.decoded * self.decoder.samples_per_frame
-                events.append(Finished(run, "stop", {"audio_samples": samples}))
+                events.append(EngineFinished(run, "stop", {"audio_samples": samples}))
             else:
                 self._runs.append(run)  # the end of the queue: with more runs than a batch holds, all take turns
         return events

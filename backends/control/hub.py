@@ -21,7 +21,14 @@ import msgspec
 from triton_omni.backends.connectors.base import PeerLost
 from triton_omni.backends.connectors.link import Link
 from triton_omni.backends.connectors.shm import DeviceStore, ShmConnector
-from triton_omni.backends.control.messages import PROTOCOL_VERSION, AnyMessage, Hello, Ping, decode, encode
+from triton_omni.backends.control.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    HelloMessage,
+    PingMessage,
+    decode,
+    encode,
+)
 from triton_omni.backends.core.chunk import Chunk
 
 log = logging.getLogger("triton_omni.control")
@@ -138,7 +145,7 @@ class Hub:
         peer = Peer(self, ShmConnector(Link(sock), self._stores()), address)
         self._selector.register(sock, selectors.EVENT_READ, peer)
         self._peers[peer] = None
-        peer.send(Hello(PROTOCOL_VERSION, self.name, self.gpu_uuid))
+        peer.send(HelloMessage(PROTOCOL_VERSION, self.name, self.gpu_uuid))
         return peer
 
     def poll(self, timeout_s: float | None) -> list[tuple[Peer | None, Any]]:
@@ -246,7 +253,7 @@ class Hub:
 
     def _deliver(self, peer: Peer, item: Chunk | bytes) -> None:
         message = decode(item) if isinstance(item, bytes) else item
-        if isinstance(message, Hello):
+        if isinstance(message, HelloMessage):
             if message.version != PROTOCOL_VERSION:
                 raise PeerLost(f"peer speaks version {message.version}")
             peer.name = message.name
@@ -277,16 +284,16 @@ def listen(address: Path) -> socket.socket:
     return sock
 
 
-def probe(address: str, timeout_s: float) -> Ping:
+def probe(address: str, timeout_s: float) -> PingMessage:
     """Ask the process that listens at `address` for a sign of life; raises PeerLost or TimeoutError."""
     hub = Hub("probe")
     try:
         peer = hub.connect(address)
-        peer.send(Ping())
+        peer.send(PingMessage())
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             for source, item in hub.poll(left):
-                if source is peer and isinstance(item, Ping):
+                if source is peer and isinstance(item, PingMessage):
                     return item
                 if isinstance(item, Lost):
                     raise PeerLost("the process closed the link")

@@ -19,11 +19,11 @@ INPUTS_EDGE = "@inputs"
 OUTPUT_PREFIX = "@"
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ControlMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of the control messages."""
 
 
-class Hello(Message, frozen=True, array_like=True, tag="hello"):
+class HelloMessage(ControlMessage, frozen=True, array_like=True, tag="hello"):
     """First message on every link: who is speaking, and the GPU its tensors live on ("" = none)."""
 
     version: int
@@ -31,7 +31,7 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
     gpu_uuid: str = ""
 
 
-class Open(Message, frozen=True, array_like=True, tag="open"):
+class OpenMessage(ControlMessage, frozen=True, array_like=True, tag="open"):
     """Start a run.
 
     request     the client's request as JSON (core.generate)
@@ -56,33 +56,33 @@ class Open(Message, frozen=True, array_like=True, tag="open"):
     stall_s: float = 0.0
 
 
-class Stop(Message, frozen=True, array_like=True, tag="stop"):
+class StopMessage(ControlMessage, frozen=True, array_like=True, tag="stop"):
     """End a run now; it answers with Finished(reason="stopped")."""
 
     run: bytes
 
 
-class Release(Message, frozen=True, array_like=True, tag="release"):
+class ReleaseMessage(ControlMessage, frozen=True, array_like=True, tag="release"):
     """From the stub to its worker: Triton's side of the run is closed, its end may be told."""
 
     run: bytes
 
 
-class Received(Message, frozen=True, array_like=True, tag="received"):
+class ReceivedMessage(ControlMessage, frozen=True, array_like=True, tag="received"):
     """From a stub to the orchestrator: a run waits for the stub's worker to take it. Until then its end, and the loss
     of its stage, come over this link."""
 
     run: bytes
 
 
-class Accepted(Message, frozen=True, array_like=True, tag="accepted"):
+class AcceptedMessage(ControlMessage, frozen=True, array_like=True, tag="accepted"):
     """A run was taken by the instance that listens at `address`."""
 
     run: bytes
     address: str = ""
 
 
-class Progress(Message, frozen=True, array_like=True, tag="progress"):
+class ProgressMessage(ControlMessage, frozen=True, array_like=True, tag="progress"):
     """A sign of life of a silent run."""
 
     run: bytes
@@ -117,7 +117,7 @@ class RunStats(msgspec.Struct, frozen=True, array_like=True):
     edges: dict[str, Transfer] = {}
 
 
-class Finished(Message, frozen=True, array_like=True, tag="finished"):
+class FinishedMessage(ControlMessage, frozen=True, array_like=True, tag="finished"):
     """A run is over. reason: "stop", "length", …, or "stopped" after a Stop."""
 
     run: bytes
@@ -126,7 +126,7 @@ class Finished(Message, frozen=True, array_like=True, tag="finished"):
     stats: RunStats | None = None
 
 
-class Failed(Message, frozen=True, array_like=True, tag="failed"):
+class FailedMessage(ControlMessage, frozen=True, array_like=True, tag="failed"):
     """A run failed. `reply_lost`: the orchestrator is gone, so nothing may be sent through Triton any more.
 
     stats  None: no worker took it
@@ -138,7 +138,7 @@ class Failed(Message, frozen=True, array_like=True, tag="failed"):
     stats: RunStats | None = None
 
 
-class Ping(Message, frozen=True, array_like=True, tag="ping"):
+class PingMessage(ControlMessage, frozen=True, array_like=True, tag="ping"):
     """Sign of life of a process; a Ping received is answered with one.
 
     state      "starting", "ready", "failed" (then `text` says why)
@@ -153,7 +153,18 @@ class Ping(Message, frozen=True, array_like=True, tag="ping"):
     numbers: dict[str, float] = {}
 
 
-AnyMessage = Hello | Open | Stop | Release | Received | Accepted | Progress | Finished | Failed | Ping
+AnyMessage = (
+    HelloMessage
+    | OpenMessage
+    | StopMessage
+    | ReleaseMessage
+    | ReceivedMessage
+    | AcceptedMessage
+    | ProgressMessage
+    | FinishedMessage
+    | FailedMessage
+    | PingMessage
+)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 

@@ -50,7 +50,7 @@ class Run:
 
 # --- events a step returns -----------------------------------------------------------------------------------
 @dataclass(slots=True)
-class Send:
+class EngineChunk:
     """A chunk for every consumer of this stage. After `last` nothing more may be sent."""
 
     run: Run
@@ -60,7 +60,7 @@ class Send:
 
 
 @dataclass(slots=True)
-class Output:
+class EngineOutput:
     """Something for the client: `name` is the pipeline's output ("text", "audio", "image")."""
 
     run: Run
@@ -70,7 +70,7 @@ class Output:
 
 
 @dataclass(slots=True)
-class Progress:
+class EngineProgress:
     """A sign of life with numbers, for long silent phases (denoising step 7 of 50)."""
 
     run: Run
@@ -78,7 +78,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class Finished:
+class EngineFinished:
     """The run is complete and the engine has dropped it. The worker ends open edges with an empty last chunk."""
 
     run: Run
@@ -87,14 +87,14 @@ class Finished:
 
 
 @dataclass(slots=True)
-class Failed:
+class EngineFailed:
     """The run failed and the engine has dropped it; other runs go on."""
 
     run: Run
     error: OmniError
 
 
-Event = Send | Output | Progress | Finished | Failed
+EngineEvent = EngineChunk | EngineOutput | EngineProgress | EngineFinished | EngineFailed
 
 
 class Engine(Protocol):
@@ -116,7 +116,7 @@ class Engine(Protocol):
         """Forget a run at once; no event for it may follow."""
         ...
 
-    def step(self) -> Sequence[Event]:
+    def step(self) -> Sequence[EngineEvent]:
         """Advance every run that can advance by one step and return what came of it."""
         ...
 

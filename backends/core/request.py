@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from triton_omni.backends.core.errors import Cancelled as CancelledError
-from triton_omni.backends.core.errors import OmniError, StageFailed
+from triton_omni.backends.core.errors import Cancelled, OmniError, StageFailed
 from triton_omni.backends.core.pipeline import Pipeline
 
 STOPPED = "stopped"
@@ -43,12 +42,12 @@ class Outcome(Enum):
 
 # --- events: what happened -----------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Started:
+class RequestAdmitted:
     """The request was admitted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class RunAccepted:
     """A stage's worker took the run."""
 
     stage: str
@@ -63,7 +62,7 @@ class OpenFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class OutputArrived:
     """A piece of an output came in; `item` must be emitted or released, exactly once."""
 
     output: str
@@ -71,7 +70,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class RunFinished:
     """A run came to its natural end (also after a Stop)."""
 
     stage: str
@@ -80,7 +79,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RunFailed:
     """A run failed and is closed. `lost`: its worker died, so nobody will close it from the other side."""
 
     stage: str
@@ -89,47 +88,56 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class RequestCancelled:
     """The caller aborted or went away."""
 
     reason: str = "abort"
 
 
 @dataclass(frozen=True, slots=True)
-class Expired:
+class RequestExpired:
     """A deadline passed, or a limit of this request was exceeded."""
 
     error: OmniError
 
 
-Event = Started | Accepted | OpenFailed | Arrived | Finished | Failed | Cancelled | Expired
+RequestEvent = (
+    RequestAdmitted
+    | RunAccepted
+    | OpenFailed
+    | OutputArrived
+    | RunFinished
+    | RunFailed
+    | RequestCancelled
+    | RequestExpired
+)
 
 
 # --- actions: what to do -------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenRun:
     stage: str
 
 
 @dataclass(frozen=True, slots=True)
-class Emit:
+class EmitOutput:
     output: str
     index: int
     item: Any
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseOutput:
     item: Any
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopRun:
     stage: str
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class CloseRun:
     """The run is over on both sides. `lost`: its worker died, so its Triton stream may never end."""
 
     stage: str
@@ -137,7 +145,7 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndRequest:
     """The one end of a request, under the identity (`output`, `stage`) of its own final output."""
 
     outcome: Outcome
@@ -149,15 +157,15 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class ForgetRequest:
     """Nothing more will happen: forget the request."""
 
 
-Action = Open | Emit | Release | Stop | Close | End | Done
+RequestAction = OpenRun | EmitOutput | ReleaseOutput | StopRun | CloseRun | EndRequest | ForgetRequest
 
 
 @dataclass(eq=False)
-class Request:
+class RequestMachine:
     """One request's state. `wanted` and `needed` are set at admission from the pipeline; the rest by events."""
 
     pipeline: Pipeline
@@ -183,51 +191,51 @@ class Request:
         """Stages whose runs are opening or running."""
         return [s for s, state in self.runs.items() if state in (RunState.OPENING, RunState.RUNNING)]
 
-    def on(self, event: Event) -> list[Action]:
+    def on(self, event: RequestEvent) -> list[RequestAction]:
         """Take one event, return what has to be done, in order."""
         match event:
-            case Started():
+            case RequestAdmitted():
                 return self._open_next()
-            case Accepted(stage):
+            case RunAccepted(stage):
                 return self._accepted(stage)
-            case Arrived(output, item):
+            case OutputArrived(output, item):
                 return self._arrived(output, item)
-            case Finished(stage, reason, usage):
+            case RunFinished(stage, reason, usage):
                 return self._finished(stage, reason, usage)
             case OpenFailed(stage, error):
                 return self._closed(stage, lost=False, error=error)
-            case Failed(stage, error, lost):
+            case RunFailed(stage, error, lost):
                 return self._closed(stage, lost, error)
-            case Cancelled(reason):
-                return self._cut(Outcome.CANCELLED, CancelledError(reason))
-            case Expired(error):
+            case RequestCancelled(reason):
+                return self._cut(Outcome.CANCELLED, Cancelled(reason))
+            case RequestExpired(error):
                 return self._cut(Outcome.FAILED, error)
 
-    def _open_next(self) -> list[Action]:
+    def _open_next(self) -> list[RequestAction]:
         """Open the next stage, unless one is still opening or the request is over."""
         if self.outcome is not None or RunState.OPENING in self.runs.values():
             return []
         for stage, state in self.runs.items():
             if state is RunState.IDLE:
                 self.runs[stage] = RunState.OPENING
-                return [Open(stage)]
+                return [OpenRun(stage)]
         return []
 
-    def _accepted(self, stage: str) -> list[Action]:
+    def _accepted(self, stage: str) -> list[RequestAction]:
         if self.runs[stage] is not RunState.OPENING:
             return []
         self.runs[stage] = RunState.RUNNING
         # A run accepted after the end was opened before it: nobody told it to stop yet.
-        return self._open_next() if self.outcome is None else [Stop(stage)]
+        return self._open_next() if self.outcome is None else [StopRun(stage)]
 
-    def _arrived(self, output: str, item: Any) -> list[Action]:
+    def _arrived(self, output: str, item: Any) -> list[RequestAction]:
         if self.outcome is not None or output not in self.emitted:
-            return [Release(item)]
+            return [ReleaseOutput(item)]
         index = self.emitted[output]
         self.emitted[output] = index + 1
-        return [Emit(output, index, item)]
+        return [EmitOutput(output, index, item)]
 
-    def _finished(self, stage: str, reason: str, usage: dict[str, float]) -> list[Action]:
+    def _finished(self, stage: str, reason: str, usage: dict[str, float]) -> list[RequestAction]:
         if self.runs[stage] not in (RunState.OPENING, RunState.RUNNING):
             return []
         if self.outcome is None and (reason == STOPPED or self.runs[stage] is RunState.OPENING):
@@ -238,30 +246,30 @@ class Request:
             self.reasons[stage] = reason
             for name, count in usage.items():
                 self.usage[name] = self.usage.get(name, 0) + count
-        actions: list[Action] = [Close(stage)]
+        actions: list[RequestAction] = [CloseRun(stage)]
         if all(self.runs[self.pipeline.output(o).stage] is RunState.CLOSED for o in self.emitted):
             actions += self._end(Outcome.COMPLETED)
         return actions + self._done()
 
-    def _closed(self, stage: str, lost: bool, error: OmniError) -> list[Action]:
+    def _closed(self, stage: str, lost: bool, error: OmniError) -> list[RequestAction]:
         if self.runs[stage] not in (RunState.OPENING, RunState.RUNNING):
             return []
         self.runs[stage] = RunState.CLOSED
         ended = self._end(Outcome.FAILED, error if error.where else type(error)(error.message, stage))
-        return [Close(stage, lost), *ended, *self._done()]
+        return [CloseRun(stage, lost), *ended, *self._done()]
 
-    def _cut(self, outcome: Outcome, error: OmniError) -> list[Action]:
+    def _cut(self, outcome: Outcome, error: OmniError) -> list[RequestAction]:
         """End from outside; nothing if the request has ended already."""
         return self._end(outcome, error) + self._done() if self.outcome is None else []
 
-    def _end(self, outcome: Outcome, error: OmniError | None = None) -> list[Action]:
+    def _end(self, outcome: Outcome, error: OmniError | None = None) -> list[RequestAction]:
         if self.outcome is not None:
             return []
         self.outcome = outcome
         running = [s for s, state in self.runs.items() if state is RunState.RUNNING]
-        return [*(Stop(s) for s in running), self._end_action(outcome, error)]
+        return [*(StopRun(s) for s in running), self._end_action(outcome, error)]
 
-    def _end_action(self, outcome: Outcome, error: OmniError | None) -> End:
+    def _end_action(self, outcome: Outcome, error: OmniError | None) -> EndRequest:
         stage = self.pipeline.output(self.final_output).stage
         first = self.pipeline.output(next(iter(self.emitted))).stage
         reason = {
@@ -269,7 +277,7 @@ class Request:
             Outcome.CANCELLED: "abort",
             Outcome.FAILED: "error",
         }[outcome]
-        return End(outcome, self.final_output, stage, reason, dict(self.usage), error)
+        return EndRequest(outcome, self.final_output, stage, reason, dict(self.usage), error)
 
-    def _done(self) -> list[Action]:
-        return [Done()] if self.outcome is not None and not self.open_runs else []
+    def _done(self) -> list[RequestAction]:
+        return [ForgetRequest()] if self.outcome is not None and not self.open_runs else []

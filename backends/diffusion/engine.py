@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from triton_omni.backends.core.chunk import Tensor
-from triton_omni.backends.core.engine import Event, Failed, Finished, Output, Progress, Run
+from triton_omni.backends.core.engine import (
+    EngineEvent,
+    EngineFailed,
+    EngineFinished,
+    EngineOutput,
+    EngineProgress,
+    Run,
+)
 from triton_omni.backends.core.errors import BadRequest, Internal, StageFailed
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.diffusion.answer import Decode, due_previews, meta, usage
@@ -91,9 +98,9 @@ class DiffusionEngine:
     def has_work(self) -> bool:
         return bool(self._decodes or self._choose())
 
-    def step(self) -> Sequence[Event]:
+    def step(self) -> Sequence[EngineEvent]:
         """Decode a picture, encode something for a drawing, then one denoise step for the drawings chosen."""
-        events: list[Event] = []
+        events: list[EngineEvent] = []
         with torch.inference_mode():
             self._decode(events)
             self._denoise(self._batch(events), events)
@@ -105,7 +112,7 @@ class DiffusionEngine:
         self.model.close()
 
     # --- parts of a step -----------------------------------------------------------------------------------------
-    def _decode(self, events: list[Event]) -> None:
+    def _decode(self, events: list[EngineEvent]) -> None:
         """Decode what is due: finished pictures first, then previews."""
         if not self._decodes:
             return
@@ -125,15 +132,15 @@ class DiffusionEngine:
             self._fail(drawing, f"decoding failed: {error}", events)
             return
         for picture in pictures:
-            events.append(Output(drawing.run, "image", (Tensor.of("image", picture),), meta(decode)))
+            events.append(EngineOutput(drawing.run, "image", (Tensor.of("image", picture),), meta(decode)))
             decode.index += 1
         if decode.index < len(decode.latents):
             self._decodes.append(decode)
         elif decode.partial is None:
             self._drop(drawing)
-            events.append(Finished(drawing.run, "stop", usage(drawing)))
+            events.append(EngineFinished(drawing.run, "stop", usage(drawing)))
 
-    def _batch(self, events: list[Event]) -> list[Drawing]:
+    def _batch(self, events: list[EngineEvent]) -> list[Drawing]:
         """Whose turn the next step is. A batch begins with its last member; who has begun waits for nobody."""
         chosen = self._choose()
         if any(not d.is_prepared for d in chosen):
@@ -151,7 +158,7 @@ class DiffusionEngine:
         fit, room = fitting(ranked(ready, self.tokens_done), inside, self.model.memory.most)
         return choose(fit, self.tokens_done, self.most_tokens, room)
 
-    def _prepare(self, chosen: Sequence[Drawing], events: list[Event]) -> None:
+    def _prepare(self, chosen: Sequence[Drawing], events: list[EngineEvent]) -> None:
         """Make new drawings ready, or one of them readier by an encode: there is no second one."""
         may_encode = True
         for drawing in [d for d in chosen if not d.is_prepared]:
@@ -165,13 +172,13 @@ class DiffusionEngine:
                 log.exception("request %s: prepare failed", drawing.run.request_id)
                 self._fail(drawing, f"preparing failed: {error}", events)
 
-    def _denoise(self, batch: list[Drawing], events: list[Event]) -> None:
+    def _denoise(self, batch: list[Drawing], events: list[EngineEvent]) -> None:
         """One forward for all of `batch`, then guidance and scheduler one by one."""
         for drawing, prediction in self._predict(batch, events):
             due, number = due_previews(drawing.wish), drawing.step + 1
             try:
                 preview = self.model.update(drawing, prediction, number in due)
-                events.append(Progress(drawing.run, {"step": number, "steps": drawing.wish.steps}))
+                events.append(EngineProgress(drawing.run, {"step": number, "steps": drawing.wish.steps}))
                 if preview is not None and drawing.wish.preview_every:
                     self._sketch(Decode(drawing, preview, 0, number, due.index(number)), events)
             except COMPUTE_ERRORS as error:
@@ -185,15 +192,15 @@ class DiffusionEngine:
                 self._drop_previews(drawing)
                 self._decodes.append(Decode(drawing, drawing.noisy(), 0, number, None))
 
-    def _sketch(self, decode: Decode, events: list[Event]) -> None:
+    def _sketch(self, decode: Decode, events: list[EngineEvent]) -> None:
         """Fast previews, at once."""
         drawing = decode.drawing
         for picture in self.model.preview(decode.latents, drawing.wish.width, drawing.wish.height):
             said = meta(decode) | {"preview": "fast"}
-            events.append(Output(drawing.run, "image", (Tensor.of("image", picture),), said))
+            events.append(EngineOutput(drawing.run, "image", (Tensor.of("image", picture),), said))
             decode.index += 1
 
-    def _predict(self, batch: list[Drawing], events: list[Event]) -> list[tuple[Drawing, Prediction]]:
+    def _predict(self, batch: list[Drawing], events: list[EngineEvent]) -> list[tuple[Drawing, Prediction]]:
         """The batch's predictions; if the forward fails, each drawing's own, and only the culprits fail."""
         if not batch:
             return []
@@ -225,9 +232,9 @@ class DiffusionEngine:
             raise BadRequest(f"{count} tokens long; at most {self.options.max_prompt_tokens} are read", field)
         return prompt
 
-    def _fail(self, drawing: Drawing, message: str, events: list[Event]) -> None:
+    def _fail(self, drawing: Drawing, message: str, events: list[EngineEvent]) -> None:
         self._drop(drawing)
-        events.append(Failed(drawing.run, StageFailed(message, self.stage)))
+        events.append(EngineFailed(drawing.run, StageFailed(message, self.stage)))
 
     def _drop(self, drawing: Drawing) -> None:
         """Forget a drawing and everything queued for it."""

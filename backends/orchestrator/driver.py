@@ -33,9 +33,9 @@ from triton_omni.backends.core.errors import (
 from triton_omni.backends.core.generate import encode_request
 from triton_omni.backends.core.pipeline import Pipeline
 from triton_omni.backends.orchestrator.intake import Door
-from triton_omni.backends.orchestrator.metrics import CLIENT, Metrics
-from triton_omni.backends.orchestrator.ports import Front, OpenCall, Opener, Piece
-from triton_omni.backends.orchestrator.request_state import Arrival, Live, Sent, StageRun
+from triton_omni.backends.orchestrator.metrics import CLIENT, PipelineMetrics
+from triton_omni.backends.orchestrator.ports import OpenCall, Opener, Response, ResponseSink
+from triton_omni.backends.orchestrator.request_state import Arrival, RequestState, Sent, StageRun
 from triton_omni.backends.orchestrator.traces import write
 from triton_omni.backends.telemetry import logs
 from triton_omni.backends.telemetry.traces import traces
@@ -63,7 +63,7 @@ class Orchestrator:
         self.pipeline = pipeline
         self.deploy = deploy
         self.hub = hub
-        self.metrics = Metrics(pipeline)
+        self.metrics = PipelineMetrics(pipeline)
         self.traces = traces(pipeline.name)
         self.door = Door(pipeline, deploy, self.metrics, stage_states, lambda: self.state, self._apply, clock)
         self.lives = self.door.lives
@@ -79,17 +79,17 @@ class Orchestrator:
         """Take a request; it is answered through its front, whatever happens."""
         self.hub.post(partial(self.door.take, arrival))
 
-    def refuse(self, front: Front, error: OmniError) -> None:
+    def refuse(self, front: ResponseSink, error: OmniError) -> None:
         """Answer a call that could not be read as a request."""
         self.hub.post(partial(self.door.refuse, front, error))
 
     def client_gone(self, run: bytes) -> None:
         """Say that a run's client went away."""
-        self.hub.post(partial(self._apply_to, run, life.Cancelled(CLIENT_GONE)))
+        self.hub.post(partial(self._apply_to, run, life.RequestCancelled(CLIENT_GONE)))
 
     def answer_failed(self, run: bytes, error: OmniError) -> None:
         """Say that a response of a run could not be sent."""
-        self.hub.post(partial(self._apply_to, run, life.Expired(error)))
+        self.hub.post(partial(self._apply_to, run, life.RequestExpired(error)))
 
     @property
     def state(self) -> State:
@@ -116,29 +116,29 @@ class Orchestrator:
         for live in self.door.admission.admit():
             live.admitted_s = live.heard_s = self._clock()
             self.metrics.queue_s.at().observe(live.admitted_s - live.arrived_s)
-            self._apply(live, life.Started())
+            self._apply(live, life.RequestAdmitted())
 
     def _on_item(self, peer: Peer, item: object) -> None:
         stage = peer.name.partition("/")[2]
         match item:
             case Chunk():
                 self._on_chunk(peer, item)
-            case msg.Received(run=run):
+            case msg.ReceivedMessage(run=run):
                 found = self._run(run, stage)
                 if found is not None and found.peer is None:  # the stub speaks for the run until its worker does
                     found.peer = peer
-            case msg.Accepted(run=run, address=address):
+            case msg.AcceptedMessage(run=run, address=address):
                 self._on_accepted(peer, run, stage, address)
-            case msg.Progress(run=run, meta=meta):
+            case msg.ProgressMessage(run=run, meta=meta):
                 self._on_progress(run, stage, meta)
-            case msg.Finished(run=run, reason=reason, usage=usage, stats=stats):
+            case msg.FinishedMessage(run=run, reason=reason, usage=usage, stats=stats):
                 self._on_told(run, stage, stats)
-                self._apply_to(run, life.Finished(stage, reason, usage))
-            case msg.Failed(run=run, error=error, stats=stats):
+                self._apply_to(run, life.RunFinished(stage, reason, usage))
+            case msg.FailedMessage(run=run, error=error, stats=stats):
                 self._on_told(run, stage, stats)
-                self._apply_to(run, life.Failed(stage, error.error()))
-            case msg.Ping():
-                peer.send(msg.Ping(self.hub.name, self.state, len(self.lives)))
+                self._apply_to(run, life.RunFailed(stage, error.error()))
+            case msg.PingMessage():
+                peer.send(msg.PingMessage(self.hub.name, self.state, len(self.lives)))
             case Lost():
                 self._on_lost(peer, stage)
             case _:
@@ -160,11 +160,11 @@ class Orchestrator:
     def _on_accepted(self, peer: Peer, run: bytes, stage: str, address: str) -> None:
         live = self.lives.get(run)
         if live is None or stage not in live.machine.open_runs:  # given up meanwhile: it must not work for nobody
-            peer.send(msg.Stop(run))
+            peer.send(msg.StopMessage(run))
             return
         accepted = live.runs[stage]
         accepted.peer, accepted.address, accepted.accepted_s = peer, address, self._clock()
-        self._apply(live, life.Accepted(stage))
+        self._apply(live, life.RunAccepted(stage))
 
     # --- outputs -------------------------------------------------------------------------------------------------
     def _on_chunk(self, peer: Peer, chunk: Chunk) -> None:
@@ -173,9 +173,9 @@ class Orchestrator:
             peer.release(chunk)
             return
         live.heard_s = self._clock()
-        self._apply(live, life.Arrived(chunk.edge.removeprefix(msg.OUTPUT_PREFIX), (peer, chunk)))
+        self._apply(live, life.OutputArrived(chunk.edge.removeprefix(msg.OUTPUT_PREFIX), (peer, chunk)))
 
-    def _emit(self, live: Live, output: str, index: int, item: tuple[Peer, Chunk]) -> None:
+    def _emit(self, live: RequestState, output: str, index: int, item: tuple[Peer, Chunk]) -> None:
         peer, chunk = item
         nbytes = chunk.nbytes
         self._count_piece(live, output, chunk, nbytes)
@@ -189,15 +189,15 @@ class Orchestrator:
             meta = {key: value for key, value in chunk.meta.items() if key != "text"}
             event = Event(output, live.arrival.request_id, output, stage, index, meta)  # pyright: ignore[reportArgumentType]
             sent = partial(self.hub.post, partial(self._on_sent, live, peer, chunk, nbytes))
-            live.arrival.front.send(Piece(event, chunk.meta.get("text"), chunk.tensors), sent)
+            live.arrival.front.send(Response(event, chunk.meta.get("text"), chunk.tensors), sent)
         if live.waiting > self.deploy.max_output_bytes:
-            self._apply(live, life.Expired(_too_much(live, self.deploy.max_output_bytes)))
+            self._apply(live, life.RequestExpired(_too_much(live, self.deploy.max_output_bytes)))
 
-    def _on_sent(self, live: Live, peer: Peer, chunk: Chunk, nbytes: int) -> None:
+    def _on_sent(self, live: RequestState, peer: Peer, chunk: Chunk, nbytes: int) -> None:
         peer.release(chunk)
         live.waiting -= nbytes
 
-    def _count_piece(self, live: Live, output: str, chunk: Chunk, nbytes: int) -> None:
+    def _count_piece(self, live: RequestState, output: str, chunk: Chunk, nbytes: int) -> None:
         metrics, now_s = self.metrics, live.heard_s
         sent = live.sent.get(output)
         if sent is None:
@@ -222,38 +222,38 @@ class Orchestrator:
             return
         live.heard_s = self._clock()
         if live.collected is None:
-            live.arrival.front.send(Piece(Event("progress", live.arrival.request_id, "", stage, 0, meta)), None)
+            live.arrival.front.send(Response(Event("progress", live.arrival.request_id, "", stage, 0, meta)), None)
 
     # --- what the machine decides ----------------------------------------------------------------------------------
-    def _apply_to(self, run: bytes, event: life.Event) -> None:
+    def _apply_to(self, run: bytes, event: life.RequestEvent) -> None:
         if run in self.lives:
             self._apply(self.lives[run], event)
 
-    def _apply(self, live: Live, event: life.Event) -> None:
+    def _apply(self, live: RequestState, event: life.RequestEvent) -> None:
         for action in live.machine.on(event):
             match action:
-                case life.Open(stage):
+                case life.OpenRun(stage):
                     self._open(live, stage)
-                case life.Emit(output, index, item):
+                case life.EmitOutput(output, index, item):
                     self._emit(live, output, index, item)
-                case life.Release((peer, chunk)):
+                case life.ReleaseOutput((peer, chunk)):
                     peer.release(chunk)
-                case life.Stop(stage):
+                case life.StopRun(stage):
                     peer = live.runs[stage].peer
                     assert peer is not None, "a run is stopped when a worker has it"
-                    peer.send(msg.Stop(live.run))
-                case life.Close(stage, lost):
+                    peer.send(msg.StopMessage(live.run))
+                case life.CloseRun(stage, lost):
                     self._close(live, stage, lost)
-                case life.End():
+                case life.EndRequest():
                     self._end(live, action)
-                case life.Done():
+                case life.ForgetRequest():
                     self._forget(live)
 
-    def _open(self, live: Live, stage: str) -> None:
+    def _open(self, live: RequestState, stage: str) -> None:
         machine, run = live.machine, live.run
         consumers = {t: live.runs[t].address for t in self.pipeline.downstream(stage, machine.needed)}
         media = [spec.name for spec in self.pipeline.stage(stage).inputs if spec.name in live.arrival.media]
-        message = msg.Open(
+        message = msg.OpenMessage(
             run,
             live.arrival.request_id,
             encode_request(live.arrival.request),
@@ -293,7 +293,7 @@ class Orchestrator:
             live.runs[stage].closing = None  # there is no handle to wait for
             self._forget(live)
 
-    def _close(self, live: Live, stage: str, lost: bool) -> None:
+    def _close(self, live: RequestState, stage: str, lost: bool) -> None:
         run = live.runs[stage]
         died = lost or (run.accepted_s is not None and run.stats is None)  # a worker measures all that it took
         self.metrics.run_ended(stage, died, run.stats)
@@ -310,7 +310,7 @@ class Orchestrator:
         else:
             self._opener.close(handle)
 
-    def _end(self, live: Live, end: life.End) -> None:
+    def _end(self, live: RequestState, end: life.EndRequest) -> None:
         now, request_id, piece = self._clock(), live.arrival.request_id, None
         if end.outcome is not life.Outcome.FAILED:
             try:
@@ -328,7 +328,7 @@ class Orchestrator:
         log.warning("request %s failed after %s: %s", request_id, live.usage(end), error.line(), extra=facts)
         live.arrival.front.fail(error)
 
-    def _count_end(self, live: Live, end: life.End, now: float) -> None:
+    def _count_end(self, live: RequestState, end: life.EndRequest, now: float) -> None:
         outcome = end.error.code if end.error is not None else end.outcome.value
         self.metrics.ended(outcome, now - live.arrived_s, live.usage(end))
         for output, sent in live.sent.items():
@@ -338,7 +338,7 @@ class Orchestrator:
         if end.outcome is life.Outcome.COMPLETED and live.player.heard_s:
             self.metrics.heard(live.player, live.arrived_s)
 
-    def _forget(self, live: Live) -> None:
+    def _forget(self, live: RequestState) -> None:
         """Drop a request that is Done and whose handles are all put away."""
         if not live.forgettable:
             return
@@ -349,7 +349,7 @@ class Orchestrator:
     # --- losses and time -----------------------------------------------------------------------------------------
     def _on_lost(self, peer: Peer, stage: str) -> None:
         for live in [live for live in self.lives.values() if stage in live.runs and live.runs[stage].peer is peer]:
-            self._apply(live, life.Failed(stage, StageFailed("the stage's worker died", stage), lost=True))
+            self._apply(live, life.RunFailed(stage, StageFailed("the stage's worker died", stage), lost=True))
 
     def _check_deadlines(self, now: float) -> None:
         if self._opener.stuck:
@@ -358,7 +358,7 @@ class Orchestrator:
             if live.machine.outcome is None:
                 error = live.expired(now)
                 if error is not None:
-                    self._apply(live, life.Expired(error))
+                    self._apply(live, life.RequestExpired(error))
             elif live.ended_s is not None and now - live.ended_s > STOP_GRACE_S:
                 self._give_up(live)
 
@@ -369,19 +369,19 @@ class Orchestrator:
                 if live.runs[stage].handle is None and live.runs[stage].peer is None:
                     self._on_open_failed(live.run, stage, Unavailable("Triton opens no runs any more", stage))
 
-    def _give_up(self, live: Live) -> None:
+    def _give_up(self, live: RequestState) -> None:
         """Close the runs of an ended request that do not answer to Stop."""
         for stage in live.machine.open_runs:
             error = DeadlineExceeded(f"did not stop within {STOP_GRACE_S:g} s", stage)
             request_id = live.arrival.request_id
             log.error("request %s: stage %s %s", request_id, stage, error.message, extra={"request_id": request_id})
-            self._apply(live, life.Failed(stage, error, lost=True))
+            self._apply(live, life.RunFailed(stage, error, lost=True))
         for run in live.runs.values():
             run.closing = None
         self._forget(live)
 
 
-def _too_much(live: Live, max_bytes: int) -> OmniError:
+def _too_much(live: RequestState, max_bytes: int) -> OmniError:
     """Why a request with so much output not yet taken ends."""
     if live.collected is not None:
         return BadRequest(f"the whole answer has more than {max_bytes} bytes; ask for a stream", "stream")

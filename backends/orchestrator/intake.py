@@ -15,9 +15,9 @@ from triton_omni.backends.core.ids import new_run_id
 from triton_omni.backends.core.pipeline import Pipeline
 from triton_omni.backends.orchestrator.admission import Admission
 from triton_omni.backends.orchestrator.check import check_request, check_request_id
-from triton_omni.backends.orchestrator.metrics import Metrics
-from triton_omni.backends.orchestrator.ports import Front, Piece
-from triton_omni.backends.orchestrator.request_state import Arrival, Collected, Limits, Live
+from triton_omni.backends.orchestrator.metrics import PipelineMetrics
+from triton_omni.backends.orchestrator.ports import Response, ResponseSink
+from triton_omni.backends.orchestrator.request_state import Arrival, Collected, RequestDeadlines, RequestState
 from triton_omni.backends.wire import WIRE_VERSION, Event
 
 log = logging.getLogger("triton_omni.orchestrator")
@@ -33,15 +33,15 @@ class Door:
         self,
         pipeline: Pipeline,
         deploy: OrchestratorDeploy,
-        metrics: Metrics,
+        metrics: PipelineMetrics,
         stage_states: Callable[[], dict[str, dict[str, Any]]],
         state: Callable[[], State],
-        apply: Callable[[Live, life.Event], None],
+        apply: Callable[[RequestState, life.RequestEvent], None],
         clock: Callable[[], float],
     ) -> None:
         """`apply` brings an event to a request; `state` is the orchestrator's own, `stage_states` its stages'."""
-        self.lives: dict[bytes, Live] = {}
-        self.admission: Admission[Live] = Admission(deploy.max_live, deploy.max_queue)
+        self.lives: dict[bytes, RequestState] = {}
+        self.admission: Admission[RequestState] = Admission(deploy.max_live, deploy.max_queue)
         self._pipeline = pipeline
         self._deploy = deploy
         self._metrics = metrics
@@ -56,11 +56,11 @@ class Door:
             check_request_id(arrival.request_id)
             match arrival.request.operation:
                 case "health":
-                    arrival.front.end(Piece(self.health(arrival.request_id)))
+                    arrival.front.end(Response(self.health(arrival.request_id)))
                 case "requests":
-                    arrival.front.end(Piece(self._requests(arrival.request_id)))
+                    arrival.front.end(Response(self._requests(arrival.request_id)))
                 case "abort":
-                    arrival.front.end(Piece(self._abort(arrival)))
+                    arrival.front.end(Response(self._abort(arrival)))
                 case _:
                     self._queue(arrival)
         except OmniError as error:
@@ -70,19 +70,19 @@ class Door:
             log.exception("request %s could not be checked", request_id, extra={"request_id": request_id})
             self.refuse(arrival.front, Internal(f"{type(error).__name__}: {error}"))
 
-    def refuse(self, front: Front, error: OmniError) -> None:
+    def refuse(self, front: ResponseSink, error: OmniError) -> None:
         """End a request at the door: it took no time."""
         self._metrics.ended(error.code, 0.0, {})
         front.fail(error)
 
     def _queue(self, arrival: Arrival) -> None:
         check_request(self._pipeline, arrival.request, arrival.media)
-        machine = life.Request(
+        machine = life.RequestMachine(
             self._pipeline, self._pipeline.wanted(arrival.request), self._pipeline.needed(arrival.request)
         )
-        limits = Limits.of(arrival.request, self._deploy)
+        limits = RequestDeadlines.of(arrival.request, self._deploy)
         collected = None if arrival.request.stream else Collected()
-        live = Live(new_run_id(), arrival, machine, limits, self._clock(), collected=collected)
+        live = RequestState(new_run_id(), arrival, machine, limits, self._clock(), collected=collected)
         self.admission.join(live, arrival.request.priority)
         self.lives[live.run] = live
         arrival.front.bind(live.run)
@@ -95,7 +95,7 @@ class Door:
         working = [live for live in self.lives.values() if live.machine.outcome is None]
         found = [live for live in working if live.arrival.request_id == target]
         for live in found:
-            self._apply(live, life.Cancelled(ABORT))
+            self._apply(live, life.RequestCancelled(ABORT))
         return Event("end", arrival.request_id, outcome="completed", finish_reason="stop", meta={"aborted": len(found)})
 
     def health(self, request_id: str = "") -> Event:

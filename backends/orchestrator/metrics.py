@@ -108,7 +108,7 @@ class Player:
         self.last_s = at_s
 
 
-class Metrics:
+class PipelineMetrics:
     """What happened to the requests of one pipeline. docs/metrics-and-traces.md defines each number."""
 
     def __init__(self, pipeline: Pipeline) -> None:

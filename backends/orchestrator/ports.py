@@ -13,7 +13,7 @@ from triton_omni.backends.wire import Event
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Response:
     """One response for a client: an event, and the text or tensors it is about."""
 
     event: Event
@@ -21,18 +21,18 @@ class Piece:
     tensors: tuple[Tensor, ...] = ()
 
 
-class Front(Protocol):
+class ResponseSink(Protocol):
     """One client's call. Calls never block; pieces leave in the order given."""
 
     def bind(self, run: bytes) -> None:
         """Learn the run's id, under which the client's departure is reported."""
         ...
 
-    def send(self, piece: Piece, sent: Callable[[], None] | None) -> None:
+    def send(self, piece: Response, sent: Callable[[], None] | None) -> None:
         """Send one response. `sent` is called from another thread when its tensors are no longer needed."""
         ...
 
-    def end(self, piece: Piece) -> None:
+    def end(self, piece: Response) -> None:
         """Send the last response and close the call, in one."""
         ...
 

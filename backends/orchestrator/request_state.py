@@ -12,9 +12,9 @@ from triton_omni.backends.control.messages import RunStats, Transfer
 from triton_omni.backends.core.chunk import Chunk, Tensor, TensorSpec
 from triton_omni.backends.core.errors import DeadlineExceeded
 from triton_omni.backends.core.generate import GenerateRequest
-from triton_omni.backends.core.request import End, Outcome, Request
+from triton_omni.backends.core.request import EndRequest, Outcome, RequestMachine
 from triton_omni.backends.orchestrator.metrics import Player
-from triton_omni.backends.orchestrator.ports import Front, Piece
+from triton_omni.backends.orchestrator.ports import Response, ResponseSink
 from triton_omni.backends.wire import Event
 
 
@@ -22,7 +22,7 @@ from triton_omni.backends.wire import Event
 class Arrival:
     """A request as the Triton room hands it over. `inputs` holds its media tensors, opaque to us."""
 
-    front: Front
+    front: ResponseSink
     request_id: str
     request: GenerateRequest
     media: dict[str, int]
@@ -31,7 +31,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestDeadlines:
     """The request's deadlines in seconds, 0 = none: its own where given, else the deploy's."""
 
     queue_s: float
@@ -40,7 +40,7 @@ class Limits:
     total_s: float
 
     @classmethod
-    def of(cls, request: GenerateRequest, deploy: OrchestratorDeploy) -> Limits:
+    def of(cls, request: GenerateRequest, deploy: OrchestratorDeploy) -> RequestDeadlines:
         own = request.deadlines
 
         def pick(given: float | None, default: float) -> float:
@@ -116,7 +116,7 @@ class Sent:
 
 
 @dataclass(eq=False, slots=True)
-class Live:
+class RequestState:
     """One request from arrival to Done.
 
     run        names this attempt in all processes
@@ -129,8 +129,8 @@ class Live:
 
     run: bytes
     arrival: Arrival
-    machine: Request
-    limits: Limits
+    machine: RequestMachine
+    limits: RequestDeadlines
     arrived_s: float
     admitted_s: float | None = None
     ended_s: float | None = None
@@ -141,7 +141,7 @@ class Live:
     waiting: int = 0
     delivered: dict[str, float] = field(default_factory=dict[str, float])
     player: Player = field(default_factory=Player)
-    end: End | None = None
+    end: EndRequest | None = None
 
     def count(self, output: str, chunk: Chunk) -> None:
         """Add a piece that is sent to what was delivered."""
@@ -210,11 +210,11 @@ class Live:
         waiting = self.machine.pipeline.downstream(stage, self.machine.open_runs)
         return f"{stage}->{min(waiting)}" if waiting else f"stall of {stage}"
 
-    def usage(self, end: End) -> dict[str, float]:
+    def usage(self, end: EndRequest) -> dict[str, float]:
         """What the stages counted; of a request cut short, what was delivered of the outputs still in work."""
         return dict(end.usage) if end.outcome is Outcome.COMPLETED else self.delivered | end.usage
 
-    def end_piece(self, end: End, now_s: float) -> Piece:
+    def end_piece(self, end: EndRequest, now_s: float) -> Response:
         """The last response, with the whole output if the client does not stream."""
         timings = {f"first_{name}_s": sent.first_s - self.arrived_s for name, sent in self.sent.items()}
         timings["queue_s"] = (self.admitted_s if self.admitted_s is not None else now_s) - self.arrived_s
@@ -232,4 +232,4 @@ class Live:
             "end", self.arrival.request_id, end.output, end.stage, sum(self.machine.emitted.values()), meta,
             end.outcome.value, end.finish_reason, self.usage(end), {k: round(v, 6) for k, v in timings.items()},
         )  # fmt: skip
-        return Piece(event, text, tensors)
+        return Response(event, text, tensors)

@@ -11,11 +11,11 @@ from typing import Any
 
 from triton_omni.backends.control.messages import RunStats
 from triton_omni.backends.core.request import Outcome
-from triton_omni.backends.orchestrator.request_state import Live
+from triton_omni.backends.orchestrator.request_state import RequestState
 from triton_omni.backends.telemetry.traces import Traces, wall_ns
 
 
-def write(traces: Traces, live: Live) -> None:
+def write(traces: Traces, live: RequestState) -> None:
     """Write the spans of a request that is over."""
     end, ended_s = live.end, live.ended_s
     assert end is not None and ended_s is not None, "only a request that is over is written"
@@ -34,7 +34,7 @@ def write(traces: Traces, live: Live) -> None:
     traces.end(root, facts | {f"omni.usage.{k}": v for k, v in live.usage(end).items()}, error, ended_s)
 
 
-def _write_stage(traces: Traces, live: Live, root: Any, stage: str, accepted_s: float, error: str) -> None:
+def _write_stage(traces: Traces, live: RequestState, root: Any, stage: str, accepted_s: float, error: str) -> None:
     span = traces.begin(f"{live.machine.pipeline.name}/{stage}", root, accepted_s)
     stats = live.runs[stage].stats
     outcome = "lost" if stats is None else stats.outcome

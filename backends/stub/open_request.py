@@ -19,13 +19,13 @@ from triton_omni.backends.core.ids import RUN_ID_BYTES
 from triton_omni.backends.core.pipeline import Pipeline
 
 
-def read_open(data: bytes, pipeline: Pipeline, stage: str, run_dir: Path, has_inputs: bool) -> msg.Open:
+def read_open(data: bytes, pipeline: Pipeline, stage: str, run_dir: Path, has_inputs: bool) -> msg.OpenMessage:
     """The Open in `data`; raises BadRequest if it cannot be from this server's orchestrator."""
     try:
         message = msg.decode(data)
     except msgspec.DecodeError as error:
         raise BadRequest(f"not an Open message: {error}", wire.OPEN) from None
-    if not isinstance(message, msg.Open):
+    if not isinstance(message, msg.OpenMessage):
         raise BadRequest("not an Open message", wire.OPEN)
     addresses = (message.reply, *message.consumers.values())
     sources = {e.source for e in pipeline.edges if e.target == stage}

@@ -58,7 +58,7 @@ class Caller(Protocol):
         """Send one piece of a direct call's output; `sent` follows in any case, both come from another thread."""
         ...
 
-    def end(self, end: msg.Finished | msg.Failed | None, pieces: int, sent: Callable[[], None]) -> None:
+    def end(self, end: msg.FinishedMessage | msg.FailedMessage | None, pieces: int, sent: Callable[[], None]) -> None:
         """Send the last response with FINAL; None: FINAL alone. `sent` follows in any case, from another thread."""
         ...
 
@@ -75,7 +75,7 @@ class Call:
     """
 
     caller: Caller
-    message: msg.Open
+    message: msg.OpenMessage
     inputs: Chunk | None = None
     reply: Peer | None = None
     accepted: bool = False
@@ -92,7 +92,7 @@ class StageLoop:
         deploy: StageDeploy,
         worker_process: WorkerProcess,
         hub: Hub,
-        note: Callable[[msg.Ping], None],
+        note: Callable[[msg.PingMessage], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`note` gets every sign of life of the worker."""
@@ -147,7 +147,7 @@ class StageLoop:
             self._waiting.remove(call)
             self._fail(call, Cancelled("client_gone"))
         elif not call.ended and self._worker is not None:
-            self._worker.send(msg.Stop(call.message.run))
+            self._worker.send(msg.StopMessage(call.message.run))
 
     def _try_receive(self, call: Call) -> None:
         """As `_receive`; a call that cannot be taken at all is answered."""
@@ -155,7 +155,7 @@ class StageLoop:
             self._receive(call)
         except Exception as error:  # the loop border: whatever it was, the caller must hear of it
             log.exception("request %s could not be taken", call.message.request_id)
-            call.caller.end(msg.Failed(call.message.run, ErrorInfo.of(error, self.stage)), 0, lambda: None)
+            call.caller.end(msg.FailedMessage(call.message.run, ErrorInfo.of(error, self.stage)), 0, lambda: None)
 
     def _receive(self, call: Call) -> None:
         run = call.message.run
@@ -167,7 +167,7 @@ class StageLoop:
             except PeerLost:
                 log.warning("request %s: its orchestrator is gone", call.message.request_id)
                 return  # nobody waits for an answer, and a send to a dead orchestrator would wait for ever
-            call.reply.send(msg.Received(run))  # before the acknowledgement: from then on our death must be seen
+            call.reply.send(msg.ReceivedMessage(run))  # before the acknowledgement: from then on our death must be seen
             call.caller.acknowledge()
         else:
             call.caller.watch(self._posting(self._on_gone, call))
@@ -199,13 +199,13 @@ class StageLoop:
 
     def _fail(self, call: Call, error: OmniError) -> None:
         """End a call whose run no worker has."""
-        self._close(call, msg.Failed(call.message.run, ErrorInfo.of(error, self.stage)), None)
+        self._close(call, msg.FailedMessage(call.message.run, ErrorInfo.of(error, self.stage)), None)
 
-    def _close(self, call: Call, end: msg.Finished | msg.Failed, worker: Peer | None) -> None:
+    def _close(self, call: Call, end: msg.FinishedMessage | msg.FailedMessage, worker: Peer | None) -> None:
         """Close Triton's side of a call. `worker`: it has the run and tells the end when we release it."""
         call.ended = True
         closed = partial(self._on_closed, call, end, worker)
-        orchestrator_lost = isinstance(end, msg.Failed) and end.reply_lost
+        orchestrator_lost = isinstance(end, msg.FailedMessage) and end.reply_lost
         if call.reply is None:
             call.caller.end(end, sum(call.pieces.values()), self._posting(closed))
         elif orchestrator_lost or call.reply.lost:
@@ -215,15 +215,15 @@ class StageLoop:
             # FINAL alone: through Triton an error that is not a stream's first response can get lost (decision 0001)
             call.caller.end(None, 0, self._posting(closed))
 
-    def _on_closed(self, call: Call, end: msg.Finished | msg.Failed, worker: Peer | None) -> None:
+    def _on_closed(self, call: Call, end: msg.FinishedMessage | msg.FailedMessage, worker: Peer | None) -> None:
         """Triton's side of a call is closed, so its end may be told: by the worker that has the run, or else by us."""
         run = call.message.run
         self._calls.pop(run, None)
         if worker is not None:
-            if worker.send(msg.Release(run)):
+            if worker.send(msg.ReleaseMessage(run)):
                 return
             # it died after its last word to us, maybe before its last to the orchestrator
-            end = msg.Failed(run, ErrorInfo.of(self._death(), self.stage))
+            end = msg.FailedMessage(run, ErrorInfo.of(self._death(), self.stage))
         if call.reply is not None:
             call.reply.send(end)
 
@@ -231,13 +231,13 @@ class StageLoop:
     def _on_worker(self, worker: Peer, item: object) -> None:
         self._heard_s = self._clock()
         match item:
-            case msg.Ping():
+            case msg.PingMessage():
                 self._on_ping(item)
-            case msg.Accepted(run=run):
+            case msg.AcceptedMessage(run=run):
                 self._calls[run].accepted = True
             case Chunk():
                 self._respond(worker, self._calls[item.run], item)
-            case msg.Finished(run=run) | msg.Failed(run=run):
+            case msg.FinishedMessage(run=run) | msg.FailedMessage(run=run):
                 call = self._calls[run]
                 self._close(call, item, worker if call.accepted else None)
             case Lost():
@@ -257,7 +257,7 @@ class StageLoop:
         sent = self._posting(worker.release, chunk)  # the worker may be another one by then
         call.caller.send(output, index, chunk, self._posting(self._on_gone, call), sent)
 
-    def _on_ping(self, ping: msg.Ping) -> None:
+    def _on_ping(self, ping: msg.PingMessage) -> None:
         if ping.state == "failed":
             self.settle(ping.text)
         elif ping.state == "ready" and self.worker_process.state != "ready":
@@ -272,7 +272,7 @@ class StageLoop:
         """
         self._worker = None
         self._waiting.clear()
-        self._note(msg.Ping())  # nothing is live, and the next worker counts from zero
+        self._note(msg.PingMessage())  # nothing is live, and the next worker counts from zero
         for call in [c for c in self._calls.values() if not c.ended]:
             self._fail(call, self._death())
         self.settle("the engine worker died while loading")

@@ -23,7 +23,7 @@ from triton_omni.backends.core.errors import BadRequest, Internal, OmniError
 from triton_omni.backends.core.ids import new_request_id
 from triton_omni.backends.orchestrator.check import MEDIA
 from triton_omni.backends.orchestrator.driver import Orchestrator
-from triton_omni.backends.orchestrator.ports import Piece
+from triton_omni.backends.orchestrator.ports import Response
 from triton_omni.backends.orchestrator.request_state import Arrival
 from triton_omni.backends.pipelines import load
 from triton_omni.backends.stub.heartbeat import InstanceHeartbeat
@@ -143,7 +143,7 @@ class _Front:
         gone = self._model.orchestrator.client_gone
         self._model.watch.watch(self._sender, lambda: gone(run))
 
-    def send(self, piece: Piece, sent: Callable[[], None] | None) -> None:
+    def send(self, piece: Response, sent: Callable[[], None] | None) -> None:
         def job() -> None:
             try:
                 self._sender.send(_response(piece))
@@ -156,7 +156,7 @@ class _Front:
 
         self._lane(job)
 
-    def end(self, piece: Piece) -> None:
+    def end(self, piece: Response) -> None:
         self._last(lambda: _response(piece))
 
     def fail(self, error: OmniError) -> None:
@@ -167,7 +167,7 @@ class _Front:
         self._lane(lambda: send_last(self._sender, model.watch, model.metrics.publish, build))
 
 
-def _response(piece: Piece) -> Any:
+def _response(piece: Response) -> Any:
     outputs = [tensors.text_output(wire.EVENT, wire.encode_event(piece.event))]
     if piece.text is not None:
         outputs.append(tensors.text_output(wire.TEXT_OUTPUT, piece.text))

@@ -135,7 +135,7 @@ class TritonPythonModel:
         if self._loop.settled:
             self._settled.set()
 
-    def _note(self, ping: msg.Ping) -> None:
+    def _note(self, ping: msg.PingMessage) -> None:
         self.metrics.note(ping.numbers, ping.live, self._worker_process.restarts)
 
     # --- Triton's thread -------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class TritonPythonModel:
         chunk = Chunk(message.run, msg.INPUTS_EDGE, tensors=given) if given else None
         return Call(_Caller(self, sender, message.request_id), message, chunk)
 
-    def _direct(self, request: Any, has_tensors: bool) -> msg.Open:
+    def _direct(self, request: Any, has_tensors: bool) -> msg.OpenMessage:
         """A call from a Triton client: the stage works from the request, or from tensors as one last chunk."""
         upstream = [e.source for e in self._pipeline.edges if e.target == self.stage.name]
         entered = any(o.entry == self.stage.name for o in self._pipeline.operations)
@@ -159,7 +159,7 @@ class TritonPythonModel:
             raise BadRequest("this stage works only from what the stage before it makes", own)
         decoded = read_request(request, MAX_DIRECT_REQUEST_BYTES, optional=has_tensors)
         feeds = has_tensors and bool(upstream) and not self.stage.media
-        return msg.Open(
+        return msg.OpenMessage(
             new_run_id(),
             request.request_id() or new_request_id(),
             wire.encode_request(decoded),
@@ -197,7 +197,7 @@ class _Caller:
 
         self._lane(job)
 
-    def end(self, end: msg.Finished | msg.Failed | None, pieces: int, sent: Callable[[], None]) -> None:
+    def end(self, end: msg.FinishedMessage | msg.FailedMessage | None, pieces: int, sent: Callable[[], None]) -> None:
         def job() -> None:
             try:
                 model = self._model
@@ -221,11 +221,11 @@ class _Caller:
         outputs += [tensors.tensor_output(t) for t in chunk.tensors if t.name in known]
         return pb.InferenceResponse(outputs)
 
-    def _last(self, end: msg.Finished | msg.Failed | None, pieces: int) -> Any:
+    def _last(self, end: msg.FinishedMessage | msg.FailedMessage | None, pieces: int) -> Any:
         """The last response; None: FINAL alone."""
         if end is None:
             return None
-        if isinstance(end, msg.Failed):
+        if isinstance(end, msg.FailedMessage):
             return error_response(end.error.error())
         event = wire.Event(
             "end", self._request_id, "", self._model.stage.name, pieces, {}, "completed", end.reason, end.usage

@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 
 from triton_omni.backends.control.hub import Hub, Peer
-from triton_omni.backends.control.messages import Ping
+from triton_omni.backends.control.messages import PingMessage
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines import load
 from triton_omni.backends.telemetry import logs
@@ -54,9 +54,9 @@ def main() -> int:
         engine = pipeline.stage(args.stage).engine(context)
     except Exception as error:  # whatever stops an engine from loading becomes the model's load error, in words
         log.exception("the engine did not load")
-        _say(hub, stub, Ping(name, "failed", 0, f"{type(error).__name__}: {error}"))
+        _say(hub, stub, PingMessage(name, "failed", 0, f"{type(error).__name__}: {error}"))
         return 1
-    stub.send(Ping(name, "ready"))
+    stub.send(PingMessage(name, "ready"))
     try:
         Worker(pipeline, args.stage, engine, hub).run_forever(stub)
     finally:
@@ -74,7 +74,7 @@ def _hub(name: str, address: Path, device: str) -> Hub:
     return Hub(name, address, device_slab, gpu_uuid())
 
 
-def _say(hub: Hub, stub: Peer, message: Ping) -> None:
+def _say(hub: Hub, stub: Peer, message: PingMessage) -> None:
     """Send a last message and wait until it has left."""
     stub.send(message)
     while stub.connector.link.backlog_packets and not stub.lost:

@@ -14,14 +14,14 @@ from triton_omni.backends.control.hub import Hub, Lost, Peer
 from triton_omni.backends.control.messages import (
     INPUTS_EDGE,
     OUTPUT_PREFIX,
-    Accepted,
-    Failed,
-    Finished,
-    Open,
-    Ping,
-    Progress,
-    Release,
-    Stop,
+    AcceptedMessage,
+    FailedMessage,
+    FinishedMessage,
+    OpenMessage,
+    PingMessage,
+    ProgressMessage,
+    ReleaseMessage,
+    StopMessage,
 )
 from triton_omni.backends.core import engine as eng
 from triton_omni.backends.core.chunk import Chunk, Tensor
@@ -87,23 +87,23 @@ class Worker:
         match item:
             case Chunk():
                 self._on_chunk(peer, item)
-            case Open():
+            case OpenMessage():
                 self._on_open(peer, item)
-            case Stop(run=run):
+            case StopMessage(run=run):
                 self._on_stop(run)
-            case Release(run=run):
+            case ReleaseMessage(run=run):
                 self._on_release(run)
-            case Failed(run=run, error=error):  # a producer tells its consumers why no more will come
+            case FailedMessage(run=run, error=error):  # a producer tells its consumers why no more will come
                 if run in self.records:
                     self._fail(self.records[run], error.error())
-            case Ping():
+            case PingMessage():
                 peer.send(self._ping())
             case Lost():
                 self._on_lost(peer)
             case _:
                 log.warning("unexpected message %s from %s", type(item).__name__, peer.name)
 
-    def _on_open(self, stub: Peer, message: Open) -> None:
+    def _on_open(self, stub: Peer, message: OpenMessage) -> None:
         inputs = self._early_inputs.pop(message.run, ())
         try:
             reply = self._connect(message.reply, "orchestrator") if message.reply else stub
@@ -117,12 +117,12 @@ class Worker:
         else:
             self.records[message.run] = record
             if not record.direct:
-                reply.send(Accepted(message.run, self.hub.address))
-            stub.send(Accepted(message.run, self.hub.address))
+                reply.send(AcceptedMessage(message.run, self.hub.address))
+            stub.send(AcceptedMessage(message.run, self.hub.address))
             if message.direct:
                 self._feed_direct(record, inputs)
 
-    def _record(self, stub: Peer, reply: Peer, message: Open, inputs: tuple[Tensor, ...]) -> Record:
+    def _record(self, stub: Peer, reply: Peer, message: OpenMessage, inputs: tuple[Tensor, ...]) -> Record:
         """The run's record; raises Unavailable if a consumer is gone."""
         name = self.stage.name
         sinks = {target: Sink(self._connect(at, target), name, True) for target, at in message.consumers.items()}
@@ -149,7 +149,7 @@ class Worker:
 
     def _refuse(self, stub: Peer, run: bytes, error: Exception) -> None:
         """The run never was ours: the stub closes Triton's side and tells the orchestrator."""
-        stub.send(Failed(run, ErrorInfo.of(error, self.stage.name)))
+        stub.send(FailedMessage(run, ErrorInfo.of(error, self.stage.name)))
 
     def _feed_direct(self, record: Record, inputs: tuple[Tensor, ...]) -> None:
         """Turn a direct call's tensors into the one last chunk of its (only) upstream edge."""
@@ -196,7 +196,7 @@ class Worker:
     def _on_stop(self, run: bytes) -> None:
         record = self.records.get(run)
         if record is not None and not record.told:
-            self._cut(record, Finished(run, "stopped"))
+            self._cut(record, FinishedMessage(run, "stopped"))
 
     def _on_release(self, run: bytes) -> None:
         record = self.records.get(run)
@@ -210,7 +210,7 @@ class Worker:
         for record in [r for r in self.records.values() if not r.told]:
             if peer is record.reply:
                 gone = ErrorInfo(Unavailable.code, "the orchestrator died", "orchestrator")
-                self._cut(record, Failed(record.run.id, gone, reply_lost=True))
+                self._cut(record, FailedMessage(record.run.id, gone, reply_lost=True))
             else:
                 self._fail_if_bound(record, peer)
 
@@ -240,7 +240,7 @@ class Worker:
                 log.exception("feed failed: request %s", request_id, extra={"request_id": request_id})
                 self._fail(record, ErrorInfo.of(error, self.stage.name).error())
 
-    def _step(self) -> Sequence[eng.Event]:
+    def _step(self) -> Sequence[eng.EngineEvent]:
         started = self._clock()
         try:
             events = self.engine.step()
@@ -248,35 +248,35 @@ class Worker:
             log.exception("step failed; %d runs end", len(self.records))
             info = ErrorInfo.of(error, self.stage.name)
             for record in [r for r in self.records.values() if r.ended is None]:
-                self._end(record, Failed(record.run.id, info))
+                self._end(record, FailedMessage(record.run.id, info))
             self._settle()
             raise
         self.numbers["steps"] += 1
         self.numbers["step_s"] += self._clock() - started
         return events
 
-    def _deliver(self, events: Sequence[eng.Event]) -> None:
+    def _deliver(self, events: Sequence[eng.EngineEvent]) -> None:
         for event in events:
             record = self.records.get(event.run.id)
             if record is None or record.ended is not None:
                 continue
             self._unsettled[record] = None
             match event:
-                case eng.Send(run, tensors, meta, last):
+                case eng.EngineChunk(run, tensors, meta, last):
                     self._note_first(record)
                     self._send(record, run, tensors, meta, last)
-                case eng.Output(run, name, tensors, meta):
+                case eng.EngineOutput(run, name, tensors, meta):
                     sink = record.sinks.get(OUTPUT_PREFIX + name)
                     if sink is not None:
                         self._note_first(record)
                         sink.add(run.id, tensors, meta, False)
-                case eng.Progress(run, meta):
+                case eng.EngineProgress(run, meta):
                     if not record.direct:
-                        record.reply.send(Progress(run.id, meta))
-                case eng.Finished(run, reason, usage):
+                        record.reply.send(ProgressMessage(run.id, meta))
+                case eng.EngineFinished(run, reason, usage):
                     self._send(record, run, (), {}, True)
-                    self._end(record, Finished(run.id, reason, usage))
-                case eng.Failed(run, error):
+                    self._end(record, FinishedMessage(run.id, reason, usage))
+                case eng.EngineFailed(run, error):
                     self._fail(record, error, engine_has_it=False)
 
     def _note_first(self, record: Record) -> None:
@@ -327,18 +327,18 @@ class Worker:
             log.warning("request %s failed: %s", request_id, info.error().line(), extra=about(request_id, info.error()))
         for key, sink in record.sinks.items():
             if not key.startswith(OUTPUT_PREFIX):
-                sink.peer.send(Failed(record.run.id, info))
-        self._cut(record, Failed(record.run.id, info), engine_has_it)
+                sink.peer.send(FailedMessage(record.run.id, info))
+        self._cut(record, FailedMessage(record.run.id, info), engine_has_it)
 
-    def _cut(self, record: Record, end: Finished | Failed, engine_has_it: bool = True) -> None:
+    def _cut(self, record: Record, end: FinishedMessage | FailedMessage, engine_has_it: bool = True) -> None:
         """End a run before its time: also one that the engine is done with but whose chunks still wait to leave."""
         if record.ended is None and engine_has_it:
             self.engine.stop(record.run)
         self._end(record, end)
 
-    def _end(self, record: Record, end: Finished | Failed) -> None:
+    def _end(self, record: Record, end: FinishedMessage | FailedMessage) -> None:
         """The run is over. A natural end waits for its chunks to leave; any other drops them."""
-        outcome = "failed" if isinstance(end, Failed) else "stopped" if end.reason == "stopped" else "finished"
+        outcome = "failed" if isinstance(end, FailedMessage) else "stopped" if end.reason == "stopped" else "finished"
         record.ended = msgspec.structs.replace(end, stats=record.stats(outcome, self._clock()))
         self._unsettled[record] = None
         record.release_inputs()
@@ -356,9 +356,9 @@ class Worker:
                 edge = f"{min(record.open)}->{self.stage.name}"
                 self._fail(record, DeadlineExceeded(f"no chunk for {silent:.1f} s", edge))
 
-    def _ping(self) -> Ping:
+    def _ping(self) -> PingMessage:
         numbers = self.numbers | {"held": len(self.records)}
-        return Ping(f"{self.pipeline.name}/{self.stage.name}", "ready", self._live, "", numbers)
+        return PingMessage(f"{self.pipeline.name}/{self.stage.name}", "ready", self._live, "", numbers)
 
     @property
     def _live(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from triton_omni.backends.control.hub import Peer
-from triton_omni.backends.control.messages import Failed, Finished, RunStats, Transfer
+from triton_omni.backends.control.messages import FailedMessage, FinishedMessage, RunStats, Transfer
 from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.engine import Run
 
@@ -85,7 +85,7 @@ class Record:
     heard_at: float = 0.0
     inbox: deque[Waiting] = field(default_factory=deque[Waiting])
     first_at: float | None = None
-    ended: Finished | Failed | None = None
+    ended: FinishedMessage | FailedMessage | None = None
     told: bool = False
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 
-from triton_omni.backends.core.engine import Failed, Finished, Output, Run
+from triton_omni.backends.core.engine import EngineFailed, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.chat.thinker import thinker_engine
@@ -72,15 +72,15 @@ def step(engine, events):
 
 
 def tokens(events):
-    return [t for e in events if isinstance(e, Output) for t in e.meta["token_ids"]]
+    return [t for e in events if isinstance(e, EngineOutput) for t in e.meta["token_ids"]]
 
 
 def text(events):
-    return "".join(e.meta["text"] for e in events if isinstance(e, Output))
+    return "".join(e.meta["text"] for e in events if isinstance(e, EngineOutput))
 
 
 def end(events):
-    assert isinstance(events[-1], Finished | Failed)
+    assert isinstance(events[-1], EngineFinished | EngineFailed)
     return events[-1]
 
 

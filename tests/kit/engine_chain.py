@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from triton_omni.backends.core.chunk import Chunk, Tensor
-from triton_omni.backends.core.engine import Engine, Event, Failed, Finished, Output, Run, Send
+from triton_omni.backends.core.engine import (
+    Engine,
+    EngineChunk,
+    EngineEvent,
+    EngineFailed,
+    EngineFinished,
+    EngineOutput,
+    Run,
+)
 from triton_omni.backends.core.generate import GenerateRequest
 from triton_omni.backends.core.pipeline import Pipeline
 
@@ -23,34 +31,34 @@ class Job:
     """One request: a run per stage, what came of each, and what waits on each edge."""
 
     runs: dict[str, Run]
-    events: dict[str, list[Event]] = field(default_factory=dict)
+    events: dict[str, list[EngineEvent]] = field(default_factory=dict)
     inbox: dict[str, deque[tuple[str, Chunk]]] = field(default_factory=dict)
     order: list[tuple[str, str]] = field(default_factory=list)
     """(stage, kind of event), as they came."""
 
     def sent(self, stage: str, name: str) -> np.ndarray:
         """Everything a stage sent of one tensor, joined."""
-        sends = [e for e in self.events[stage] if isinstance(e, Send)]
+        sends = [e for e in self.events[stage] if isinstance(e, EngineChunk)]
         parts = [t.data for e in sends for t in e.tensors if t.name == name]
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def tokens(self, stage: str = "thinker") -> list[int]:
-        return [t for e in self.events[stage] if isinstance(e, Output) for t in e.meta["token_ids"]]
+        return [t for e in self.events[stage] if isinstance(e, EngineOutput) for t in e.meta["token_ids"]]
 
     def text(self, stage: str = "thinker") -> str:
-        return "".join(e.meta["text"] for e in self.events[stage] if isinstance(e, Output))
+        return "".join(e.meta["text"] for e in self.events[stage] if isinstance(e, EngineOutput))
 
     def audio(self, stage: str = "code2wav") -> np.ndarray:
-        parts = [e.tensors[0].data for e in self.events[stage] if isinstance(e, Output)]
+        parts = [e.tensors[0].data for e in self.events[stage] if isinstance(e, EngineOutput)]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
-    def end(self, stage: str) -> Finished | Failed:
+    def end(self, stage: str) -> EngineFinished | EngineFailed:
         last = self.events[stage][-1]
-        assert isinstance(last, Finished | Failed)
+        assert isinstance(last, EngineFinished | EngineFailed)
         return last
 
     def over(self, stage: str) -> bool:
-        return bool(self.events[stage]) and isinstance(self.events[stage][-1], Finished | Failed)
+        return bool(self.events[stage]) and isinstance(self.events[stage][-1], EngineFinished | EngineFailed)
 
 
 class Chain:
@@ -118,7 +126,7 @@ class Chain:
                 return
             box.popleft()
 
-    def _route(self, name: str, event: Event) -> None:
+    def _route(self, name: str, event: EngineEvent) -> None:
         job = next((j for j in self.jobs if j.runs[name] is event.run), None)
         assert job is not None, f"{name} spoke of a run that was stopped"
         assert not job.over(name), f"{name} spoke after its end"
@@ -126,7 +134,7 @@ class Chain:
         job.order.append((name, type(event).__name__))
         targets = self.pipeline.downstream(name, set(self.engines))
         for target in targets:
-            if isinstance(event, Send):
+            if isinstance(event, EngineChunk):
                 job.inbox[target].append((name, Chunk(event.run.id, name, 0, False, event.tensors, event.meta)))
-            elif isinstance(event, Finished):
+            elif isinstance(event, EngineFinished):
                 job.inbox[target].append((name, Chunk(event.run.id, name, 0, True)))

@@ -16,7 +16,15 @@ from typing import Any
 
 import pytest
 
-from triton_omni.backends.core.engine import Engine, Event, Failed, Finished, Output, Run, Send
+from triton_omni.backends.core.engine import (
+    Engine,
+    EngineChunk,
+    EngineEvent,
+    EngineFailed,
+    EngineFinished,
+    EngineOutput,
+    Run,
+)
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest
 
@@ -43,16 +51,16 @@ class Subject:
     inputs: tuple[Any, ...] = ()
     wanted: frozenset[str] = frozenset()
     feeds: bool = True
-    same: Callable[[Event], Any] = lambda event: (type(event).__name__, str(getattr(event, "meta", "")))
+    same: Callable[[EngineEvent], Any] = lambda event: (type(event).__name__, str(getattr(event, "meta", "")))
 
     def run(self, request: GenerateRequest | None = None) -> Run:
         upstream = frozenset({self.upstream} - {""})
         return Run(os.urandom(16), "r", request or self.request, {}, upstream, self.wanted, self.feeds)
 
 
-def feed_all(engine: Engine, subject: Subject, runs: list[Run]) -> dict[bytes, list[Event]]:
+def feed_all(engine: Engine, subject: Subject, runs: list[Run]) -> dict[bytes, list[EngineEvent]]:
     """Drive runs to their end as the worker does; returns their events."""
-    events: dict[bytes, list[Event]] = {run.id: [] for run in runs}
+    events: dict[bytes, list[EngineEvent]] = {run.id: [] for run in runs}
     waiting = {run.id: list(subject.inputs) for run in runs}
     open_runs = {run.id: run for run in runs}
     deadline = time.monotonic() + PATIENCE_S
@@ -67,7 +75,7 @@ def feed_all(engine: Engine, subject: Subject, runs: list[Run]) -> dict[bytes, l
         for event in engine.step():
             assert event.run.id in open_runs, "an event of a run that has ended"
             events[event.run.id].append(event)
-            if isinstance(event, Finished | Failed):
+            if isinstance(event, EngineFinished | EngineFailed):
                 del open_runs[event.run.id]
         assert time.monotonic() < deadline, "the runs do not end"
     return events
@@ -78,11 +86,11 @@ def a_run_ends_once_and_names_only_itself(subject: Subject) -> None:
     run = subject.run()
     engine.open(run)
     events = feed_all(engine, subject, [run])[run.id]
-    assert sum(isinstance(e, Finished | Failed) for e in events) == 1
-    assert isinstance(events[-1], Finished), events[-1]
+    assert sum(isinstance(e, EngineFinished | EngineFailed) for e in events) == 1
+    assert isinstance(events[-1], EngineFinished), events[-1]
     assert all(e.run is run for e in events)
-    assert {e.name for e in events if isinstance(e, Output)} <= subject.wanted
-    lasts = [i for i, e in enumerate(e for e in events if isinstance(e, Send)) if e.last]
+    assert {e.name for e in events if isinstance(e, EngineOutput)} <= subject.wanted
+    lasts = [i for i, e in enumerate(e for e in events if isinstance(e, EngineChunk)) if e.last]
     assert len(lasts) <= 1
     assert not engine.has_work
     engine.close()
@@ -114,7 +122,7 @@ def a_stopped_run_is_never_heard_of_again(subject: Subject) -> None:
     engine.stop(stopped)
     engine.stop(stopped)
     events = feed_all(engine, subject, [other])
-    assert isinstance(events[other.id][-1], Finished)
+    assert isinstance(events[other.id][-1], EngineFinished)
     assert not engine.has_work
     engine.close()
 

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 
 from triton_omni.backends.core.chunk import Chunk, Tensor
-from triton_omni.backends.core.engine import Engine, Event, Failed, Finished, Output, Run, Send
+from triton_omni.backends.core.engine import (
+    Engine,
+    EngineChunk,
+    EngineEvent,
+    EngineFailed,
+    EngineFinished,
+    EngineOutput,
+    Run,
+)
 from triton_omni.backends.core.generate import GenerateRequest
 
 STEP_LIMIT = 20_000
@@ -31,9 +39,9 @@ def new_run(
     )
 
 
-def step_until_idle(engine: Engine) -> dict[Run, list[Event]]:
+def step_until_idle(engine: Engine) -> dict[Run, list[EngineEvent]]:
     """Step until nothing is left to do; events by run, in order."""
-    events: dict[Run, list[Event]] = {}
+    events: dict[Run, list[EngineEvent]] = {}
     for _ in range(STEP_LIMIT):
         if not engine.has_work:
             return events
@@ -42,7 +50,7 @@ def step_until_idle(engine: Engine) -> dict[Run, list[Event]]:
     raise AssertionError("the engine never became idle")
 
 
-def feed_all(engine: Engine, run: Run, inputs: Sequence[Any], after: Callable[[list[Event]], None]) -> None:
+def feed_all(engine: Engine, run: Run, inputs: Sequence[Any], after: Callable[[list[EngineEvent]], None]) -> None:
     """Offer `inputs` one after the other, the last one as last, stepping in between; `after` gets what came out."""
     for place, given in enumerate(inputs):
         for _ in range(STEP_LIMIT):
@@ -57,10 +65,10 @@ def feed_all(engine: Engine, run: Run, inputs: Sequence[Any], after: Callable[[l
             after(list(engine.step()))
 
 
-def run_with(engine: Engine, run: Run, inputs: Sequence[Any] = ()) -> list[Event]:
+def run_with(engine: Engine, run: Run, inputs: Sequence[Any] = ()) -> list[EngineEvent]:
     """All events of one run alone."""
     engine.open(run)
-    events: list[Event] = []
+    events: list[EngineEvent] = []
     feed_all(engine, run, inputs, events.extend)
     return events + step_until_idle(engine).get(run, [])
 
@@ -75,19 +83,19 @@ def array(tensor: Tensor) -> np.ndarray:
     return np.frombuffer(tensor.data, tensor.spec.dtype).reshape(tensor.spec.shape)
 
 
-def audio(events: Iterable[Event]) -> np.ndarray:
+def audio(events: Iterable[EngineEvent]) -> np.ndarray:
     """The sound of a run's outputs, joined."""
-    pieces = [array(t) for e in events if isinstance(e, Output) and e.name == "audio" for t in e.tensors]
+    pieces = [array(t) for e in events if isinstance(e, EngineOutput) and e.name == "audio" for t in e.tensors]
     return np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
 
 
-def codes(events: Iterable[Event]) -> list[np.ndarray]:
+def codes(events: Iterable[EngineEvent]) -> list[np.ndarray]:
     """The codes of a run's chunks, one array a chunk."""
-    return [array(t) for e in events if isinstance(e, Send) for t in e.tensors if t.name == "codes"]
+    return [array(t) for e in events if isinstance(e, EngineChunk) for t in e.tensors if t.name == "codes"]
 
 
-def end(events: Sequence[Event]) -> Finished | Failed:
+def end(events: Sequence[EngineEvent]) -> EngineFinished | EngineFailed:
     """The run's end: its last event, and there is no other."""
-    ends = [e for e in events if isinstance(e, Finished | Failed)]
+    ends = [e for e in events if isinstance(e, EngineFinished | EngineFailed)]
     assert len(ends) == 1 and events[-1] is ends[0], f"not exactly one end at the end: {events}"
     return ends[0]

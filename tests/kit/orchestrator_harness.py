@@ -22,7 +22,7 @@ from triton_omni.backends.core.errors import OmniError
 from triton_omni.backends.core.generate import GenerateRequest, Message
 from triton_omni.backends.core.pipeline import Pipeline
 from triton_omni.backends.orchestrator.driver import Orchestrator
-from triton_omni.backends.orchestrator.ports import OpenCall, Piece
+from triton_omni.backends.orchestrator.ports import OpenCall, Response
 from triton_omni.backends.orchestrator.request_state import Arrival
 from triton_omni.backends.wire import Event
 
@@ -32,8 +32,8 @@ class Client:
 
     def __init__(self) -> None:
         self.run = b""
-        self.pieces: list[Piece] = []
-        self.ended: Piece | None = None
+        self.pieces: list[Response] = []
+        self.ended: Response | None = None
         self.failed: OmniError | None = None
         self.reads = True
         self._unread: list[Callable[[], None]] = []
@@ -41,7 +41,7 @@ class Client:
     def bind(self, run: bytes) -> None:
         self.run = run
 
-    def send(self, piece: Piece, sent: Callable[[], None] | None) -> None:
+    def send(self, piece: Response, sent: Callable[[], None] | None) -> None:
         assert not self.over, "a response after the end"
         self.pieces.append(piece)
         if sent is not None:
@@ -49,7 +49,7 @@ class Client:
             if self.reads:
                 self.read()
 
-    def end(self, piece: Piece) -> None:
+    def end(self, piece: Response) -> None:
         assert not self.over, "two ends"
         self.ended = piece
 
@@ -130,7 +130,7 @@ class ScriptedStage:
 
     @property
     def stops(self) -> list[bytes]:
-        return [item.run for item in self.got if isinstance(item, msg.Stop)]
+        return [item.run for item in self.got if isinstance(item, msg.StopMessage)]
 
 
 class Scene:
@@ -171,12 +171,12 @@ class Scene:
         self.clock.now_s += seconds
         self.turn()
 
-    def take_call(self) -> tuple[msg.Open, Callable[[Any], None], Callable[[OmniError], None]]:
+    def take_call(self) -> tuple[msg.OpenMessage, Callable[[Any], None], Callable[[OmniError], None]]:
         """The next open call."""
         self.until(lambda: self.opener.calls)
         call, opened, failed = self.opener.calls.pop(0)
         message = msg.decode(call.message)
-        assert isinstance(message, msg.Open)
+        assert isinstance(message, msg.OpenMessage)
         return message, opened, failed
 
     def answer(self, opened: Callable[[Any], None]) -> str:
@@ -187,17 +187,17 @@ class Scene:
         self.turn()
         return handle
 
-    def accept(self, opener_answers: bool = True) -> msg.Open:
+    def accept(self, opener_answers: bool = True) -> msg.OpenMessage:
         """The next stage takes its run."""
         message, opened, _ = self.take_call()
         stage = self.stage_of(message)
-        stage.reply(message.reply, msg.Accepted(message.run, stage.hub.address))
+        stage.reply(message.reply, msg.AcceptedMessage(message.run, stage.hub.address))
         self.turn()
         if opener_answers:
             self.answer(opened)
         return message
 
-    def stage_of(self, message: msg.Open) -> ScriptedStage:
+    def stage_of(self, message: msg.OpenMessage) -> ScriptedStage:
         outputs = {o.name: o.stage for o in self.pipeline.outputs}
         for edge in self.pipeline.edges:
             if edge.target in message.consumers:
@@ -207,13 +207,13 @@ class Scene:
     def finish(self, stage: str, run: bytes, reason: str = "stop", **usage: float) -> None:
         link = self.stages[stage].link
         assert link is not None
-        link.send(msg.Finished(run, reason, usage))
+        link.send(msg.FinishedMessage(run, reason, usage))
         self.turn()
 
     def fail(self, stage: str, run: bytes, error: OmniError) -> None:
         link = self.stages[stage].link
         assert link is not None
-        link.send(msg.Failed(run, msg.ErrorInfo.of(error, stage)))
+        link.send(msg.FailedMessage(run, msg.ErrorInfo.of(error, stage)))
         self.turn()
 
     def kill(self, stage: str) -> None:

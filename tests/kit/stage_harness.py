@@ -71,7 +71,7 @@ class Client:
         self.sent.append((output, index))
         sent()
 
-    def end(self, end: msg.Finished | msg.Failed | None, pieces: int, sent: Callable[[], None]) -> None:
+    def end(self, end: msg.FinishedMessage | msg.FailedMessage | None, pieces: int, sent: Callable[[], None]) -> None:
         assert not self.over, "two FINALs"
         self.sent.append(("FINAL", end))
         self._closed.append(sent)
@@ -105,7 +105,7 @@ class StageBench:
         return self.worker_process.stub
 
     def worker_is_ready(self) -> None:
-        self.to_stub.send(msg.Ping("toy/tokens", "ready"))
+        self.to_stub.send(msg.PingMessage("toy/tokens", "ready"))
         self.turn()
         assert self.worker_process.state == "ready"
 
@@ -124,7 +124,7 @@ class StageBench:
         """A Triton request arrives; returns its client and its run."""
         run, client = run or os.urandom(16), Client()
         fields = {"reply": self.orchestrator.hub.address, "wanted": ("text",), "has_inputs": bool(tensors)} | more
-        message = msg.Open(run, "req", encode_request(request or chat()), **fields)
+        message = msg.OpenMessage(run, "req", encode_request(request or chat()), **fields)
         inputs = Chunk(run, msg.INPUTS_EDGE, tensors=tensors) if tensors else None
         self.loop.take(Call(client, message, inputs))
         return client, run

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from triton_omni.backends.core.engine import Event, Failed, Finished, Output, Run
+from triton_omni.backends.core.engine import EngineEvent, EngineFailed, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.generate import GenerateRequest
 from triton_omni.backends.core.ids import new_run_id
 from triton_omni.backends.core.pipeline import EngineContext
@@ -40,9 +40,9 @@ def image_run(prompt: str, **options: Any) -> Run:
     return Run(run_id, run_id.hex()[:8], request, wanted=frozenset({"image"}))
 
 
-def finish(engine: Any, most_steps: int = 2000) -> list[Event]:
+def finish(engine: Any, most_steps: int = 2000) -> list[EngineEvent]:
     """Step until nothing is left to do; the events in order."""
-    events: list[Event] = []
+    events: list[EngineEvent] = []
     for _ in range(most_steps):
         if not engine.has_work:
             return events
@@ -50,25 +50,25 @@ def finish(engine: Any, most_steps: int = 2000) -> list[Event]:
     raise AssertionError(f"still busy after {most_steps} steps")
 
 
-def draw_latents(engine: Any, runs: Sequence[Run]) -> tuple[list[Any], list[Event]]:
+def draw_latents(engine: Any, runs: Sequence[Run]) -> tuple[list[Any], list[EngineEvent]]:
     """Draw all runs; the latents of each after its last step, before they are decoded, and the events in order."""
     for run in runs:
         engine.open(run)
     latents: dict[bytes, Any] = {}
-    events: list[Event] = []
+    events: list[EngineEvent] = []
     while engine.has_work:
         events += engine.step()
         latents |= {run.id: run.state.latents for run in runs if not run.state.steps_left}
     return [latents[run.id] for run in runs], events
 
 
-def pictures(events: Iterable[Event], run: Run) -> list[np.ndarray]:
+def pictures(events: Iterable[EngineEvent], run: Run) -> list[np.ndarray]:
     """The run's final pictures, by index."""
-    found = [e for e in events if isinstance(e, Output) and e.run is run and not e.meta["partial"]]
+    found = [e for e in events if isinstance(e, EngineOutput) and e.run is run and not e.meta["partial"]]
     assert [e.meta["index"] for e in found] == list(range(len(found)))
     return [np.asarray(e.tensors[0].data) for e in found]
 
 
-def ends(events: Iterable[Event], run: Run) -> list[Finished | Failed]:
+def ends(events: Iterable[EngineEvent], run: Run) -> list[EngineFinished | EngineFailed]:
     """The run's terminal events."""
-    return [e for e in events if isinstance(e, Finished | Failed) and e.run is run]
+    return [e for e in events if isinstance(e, EngineFinished | EngineFailed) and e.run is run]

@@ -49,7 +49,7 @@ class Side:
         for peer, item in self.hub.poll(0):
             if peer is None:
                 continue
-            if isinstance(item, msg.Ping):
+            if isinstance(item, msg.PingMessage):
                 continue
             self.got.append(item)
             if isinstance(item, Chunk):
@@ -124,14 +124,14 @@ class Bench:
         run = run or os.urandom(16)
         fields = {"reply": self.orchestrator.hub.address} | more
         request = fields.pop("request", None) or chat()
-        self.to_worker.send(msg.Open(run, "req", encode_request(request), **fields))
+        self.to_worker.send(msg.OpenMessage(run, "req", encode_request(request), **fields))
         return run
 
     def stop(self, run: bytes) -> None:
-        self.to_worker.send(msg.Stop(run))
+        self.to_worker.send(msg.StopMessage(run))
 
     def release(self, run: bytes) -> None:
-        self.to_worker.send(msg.Release(run))
+        self.to_worker.send(msg.ReleaseMessage(run))
 
     def close(self) -> None:
         self.hub.close()

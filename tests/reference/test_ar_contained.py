@@ -10,7 +10,7 @@ import pytest
 from tests.kit.ar_runs import LENGTHS, PROMPTS, chat, drain, end, free_blocks, greedy_reference, step, text, tokens
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.tiny_checkpoints import tiny_llama
-from triton_omni.backends.core.engine import Failed, Finished, Send
+from triton_omni.backends.core.engine import EngineChunk, EngineFailed, EngineFinished
 from triton_omni.backends.core.errors import StageFailed
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.chat.thinker import ChatPrompts
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(150)
 def ascii_feed(live, output):
     """A pipeline's feed that knows ASCII only."""
     output.outputs[0].text.encode("ascii")
-    return (Send(live.run, meta={"text": output.outputs[0].text}),)
+    return (EngineChunk(live.run, meta={"text": output.outputs[0].text}),)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_an_answer_that_the_feed_cannot_take_ends_alone(engine, folder):
     for run in runs:
         engine.open(run)
     events = drain(engine)
-    failed = [run for run in runs if isinstance(end(events[run]), Failed)]
+    failed = [run for run in runs if isinstance(end(events[run]), EngineFailed)]
     assert 0 < len(failed) < len(runs), "some answers must be ASCII and some not, or nothing is tested"
     for run, expected in zip(runs, reference, strict=True):
         if run not in failed:
@@ -57,7 +57,7 @@ def test_an_answer_that_the_feed_cannot_take_ends_alone(engine, folder):
         assert isinstance(error, StageFailed) and error.where == "thinker" and "UnicodeEncodeError" in error.message
         said = tokens(events[run])
         assert said == expected[: len(said)]
-        assert sum(isinstance(event, Failed) for event in events[run]) == 1
+        assert sum(isinstance(event, EngineFailed) for event in events[run]) == 1
     assert not engine.has_work and not engine.llm.has_unfinished_requests()
     assert free_blocks(engine) == free
 
@@ -70,9 +70,9 @@ def test_an_answer_that_fails_in_its_last_step(engine):
     for prompt, length in itertools.product(PROMPTS, range(1, max(LENGTHS))):
         run = chat(prompt, max_tokens=length, feeds=True)
         engine.open(run)
-        while run not in events or not isinstance(events[run][-1], Finished | Failed):
+        while run not in events or not isinstance(events[run][-1], EngineFinished | EngineFailed):
             step(engine, events)
-        if isinstance(end(events[run]), Failed):
+        if isinstance(end(events[run]), EngineFailed):
             break
     else:
         raise AssertionError("no answer failed")

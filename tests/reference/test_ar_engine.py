@@ -29,7 +29,7 @@ from tests.kit.ar_runs import (
 )
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.tiny_checkpoints import tiny_llama
-from triton_omni.backends.core.engine import Finished, Output, Run, Send
+from triton_omni.backends.core.engine import EngineChunk, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest, OmniError
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part
 
@@ -123,9 +123,9 @@ def test_joined_deltas_are_the_text_of_the_tokens(engine):
 
 def test_no_delta_is_empty_but_one_that_carries_left_over_tokens(engine):
     events = answer(engine, chat(PROMPTS[4], max_tokens=40, feeds=True))
-    outputs = [e for e in events if isinstance(e, Output)]
+    outputs = [e for e in events if isinstance(e, EngineOutput)]
     assert all(e.meta["text"] for e in outputs[:-1])
-    sends = [e for e in events if isinstance(e, Send)]
+    sends = [e for e in events if isinstance(e, EngineChunk)]
     assert all(e.meta["text"] for e in sends)
     assert "".join(e.meta["text"] for e in sends) == text(events)
 
@@ -198,7 +198,7 @@ def test_a_seed_gives_the_same_answer_in_any_batch(engine):
 
 def test_logprobs_come_one_per_token(engine, reference):
     events = answer(engine, chat(PROMPTS[4], max_tokens=12, logprobs=3))
-    entries = [e for event in events if isinstance(event, Output) for e in event.meta["logprobs"]]
+    entries = [e for event in events if isinstance(event, EngineOutput) for e in event.meta["logprobs"]]
     assert [e["token_id"] for e in entries] == tokens(events) == reference[4][1][:12]
     for entry in entries:
         best = entry["top"][0]
@@ -352,7 +352,7 @@ def test_an_urgent_run_overtakes_those_that_wait(engine):
     urgent = chat("x", max_tokens=5, priority=10, ignore_eos=True)
     engine.open(urgent)
     events = {}
-    while urgent not in events or not isinstance(events[urgent][-1], Finished):
+    while urgent not in events or not isinstance(events[urgent][-1], EngineFinished):
         step(engine, events)
     assert sum(run not in events for run in crowd) >= 4
     drain(engine, events)

@@ -14,7 +14,7 @@ from tests.kit.gpu_devices import HAS_GPU
 from tests.kit.omni_chats import CHATS, check, code2wav, engines, references, request
 from tests.kit.tiny_omni import Reference, tiny_omni
 from triton_omni.backends.core.chunk import Chunk, Tensor
-from triton_omni.backends.core.engine import Finished, Output, Run
+from triton_omni.backends.core.engine import EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest
 from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
@@ -62,11 +62,11 @@ def decode(engine, many, pieces=1):
                 assert engine.feed(run, chunk, at + pieces >= len(codes))
         while engine.has_work:
             for event in engine.step():
-                if isinstance(event, Output):
+                if isinstance(event, EngineOutput):
                     sound[event.run].append(event.tensors[0].data)
                 else:
                     ends[event.run] = event
-    assert all(isinstance(ends[run], Finished) for run in runs)
+    assert all(isinstance(ends[run], EngineFinished) for run in runs)
     return [sound[run] for run in runs]
 
 

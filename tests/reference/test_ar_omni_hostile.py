@@ -12,7 +12,7 @@ from tests.kit import engine_driver as drive
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.omni_chats import blocks_of
 from tests.kit.tiny_omni import tiny_omni
-from triton_omni.backends.core.engine import Failed, Finished, Run
+from triton_omni.backends.core.engine import EngineFailed, EngineFinished, Run
 from triton_omni.backends.core.errors import StageFailed
 from triton_omni.backends.core.generate import GenerateRequest, Sampling
 from triton_omni.backends.core.pipeline import EngineContext
@@ -74,7 +74,7 @@ def spoken(talker, config, *others):
     for other, pieces in others:
         open_with(talker, other, *pieces)
     events = drive.step_until_idle(talker)
-    assert isinstance(drive.end(events[run]), Finished)
+    assert isinstance(drive.end(events[run]), EngineFinished)
     return np.concatenate(drive.codes(events[run])).tolist(), events
 
 
@@ -90,7 +90,7 @@ def test_rows_that_grow_beyond_all_bounds_end_their_run_alone(talker, config):
         bad = new_run(seed=6)
         beside, events = spoken(talker, config, (bad, [piece(config, huge(config)), Piece([], list(WORDS[1:]))]))
         failed = drive.end(events[bad])
-        assert isinstance(failed, Failed) and isinstance(failed.error, StageFailed)
+        assert isinstance(failed, EngineFailed) and isinstance(failed.error, StageFailed)
         assert failed.error.where == "talker" and "bounds" in failed.error.message
         assert not drive.codes(events[bad])
         assert beside == alone

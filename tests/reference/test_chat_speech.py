@@ -19,7 +19,7 @@ from triton_omni.backends.codec.engine import CodecEngine
 from triton_omni.backends.config.load import load_deploy
 from triton_omni.backends.config.paths import models_dir
 from triton_omni.backends.core.chunk import Tensor
-from triton_omni.backends.core.engine import Event, Output, Send
+from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineOutput
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.chat import pipeline
@@ -99,7 +99,7 @@ def hear(transcriber: TranscriberEngine, sounds: list[np.ndarray], rate_hz: int 
     )
     events = drive.run_with(transcriber, run)
     drive.end(events)
-    sent = [event.meta for event in events if isinstance(event, Send)]
+    sent = [event.meta for event in events if isinstance(event, EngineChunk)]
     assert [meta["index"] for meta in sent] == list(range(len(sounds)))
     return [meta["text"] for meta in sent]
 
@@ -144,7 +144,7 @@ def test_sound_of_a_streamed_text_is_the_sound_of_the_whole(talker: TalkerEngine
     run, sink = drive.new_run(upstream={"thinker"}), drive.new_run(upstream={"talker"})
     talker.open(run)
     code2wav.open(sink)
-    events: list[Event] = []
+    events: list[EngineEvent] = []
     for place in range(len(text) + 1):
         assert talker.feed(run, text[place : place + 1], last=place == len(text))
         while talker.has_work:
@@ -153,7 +153,7 @@ def test_sound_of_a_streamed_text_is_the_sound_of_the_whole(talker: TalkerEngine
         while code2wav.has_work:
             events += code2wav.step()
         if place == 20:
-            assert any(isinstance(event, Output) for event in events), "the first clause makes no sound yet"
+            assert any(isinstance(event, EngineOutput) for event in events), "the first clause makes no sound yet"
     assert code2wav.feed(sink, drive.codes_chunk(None), last=True)
     events += drive.step_until_idle(code2wav)[sink]
     assert np.abs(drive.audio(events) - speak(talker, code2wav, text)).max() <= 1e-6
@@ -234,8 +234,8 @@ def timed_words(transcriber: TranscriberEngine, sound: np.ndarray, rate_hz: int 
     run = drive.new_run(request, inputs={"audio": Tensor.of("audio", sound)})
     run.wanted, run.feeds = frozenset({"transcript"}), False
     events = drive.run_with(transcriber, run)
-    text = "".join(event.meta["text"] for event in events if isinstance(event, Output))
-    words = [word for event in events if isinstance(event, Output) for word in event.meta["words"]]
+    text = "".join(event.meta["text"] for event in events if isinstance(event, EngineOutput))
+    words = [word for event in events if isinstance(event, EngineOutput) for word in event.meta["words"]]
     assert " ".join(word["word"] for word in words) == text
     return words
 

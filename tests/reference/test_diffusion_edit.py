@@ -12,7 +12,7 @@ import pytest
 from tests.kit.diffusers_edit import bring_to_source_pixels, edited_by, stock_of
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo, save_tiny_edit
 from tests.kit.tiny_image import draw_latents, ends, engine_of, finish, image_run, pictures
-from triton_omni.backends.core.engine import Finished, Output, Run
+from triton_omni.backends.core.engine import EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest
 
 torch = pytest.importorskip("torch")
@@ -91,7 +91,7 @@ def test_edits_are_those_of_the_stock_pipeline(
     runs = make()
     latents, events = draw_latents(engine, runs)
     for run, ours in zip(runs, latents, strict=True):
-        assert [type(e) for e in ends(events, run)] == [Finished]
+        assert [type(e) for e in ends(events, run)] == [EngineFinished]
         assert float(np.abs(ours.numpy() - np.stack(edited_by(stock, run, "latent"))).max()) <= tolerance
         for ours, theirs in zip(pictures(events, run), edited_by(stock, run, "pil"), strict=True):
             assert ours.shape == theirs.shape
@@ -167,14 +167,14 @@ def test_what_a_mask_keeps_stays_and_the_rest_changes(engine: Any) -> None:
     assert 0.4 < float(kept.float().mean()) < 0.6
     assert torch.equal(drawing.latents[kept], drawing.condition[kept])
     assert not torch.isclose(drawing.latents[~kept], drawing.condition[~kept]).all()
-    assert [e.meta["partial"] for e in events if isinstance(e, Output)][-1] is False
+    assert [e.meta["partial"] for e in events if isinstance(e, EngineOutput)][-1] is False
 
 
 def test_tokens_of_pictures_are_counted(engine: Any) -> None:
     run = edit_run("a red 7", [photo(128, 128)], steps=2, seed=1)
     engine.open(run)
     (end,) = ends(finish(engine), run)
-    assert isinstance(end, Finished)
+    assert isinstance(end, EngineFinished)
     assert end.usage["prompt_image_tokens"] == 25  # 128 is brought to 5 x 28
     assert 25 < end.usage["prompt_tokens"] < 45
     assert end.usage["completion_tokens"] == 64
@@ -183,7 +183,7 @@ def test_tokens_of_pictures_are_counted(engine: Any) -> None:
 def test_special_tokens_in_an_edit_prompt_are_text(engine: Any) -> None:
     run = edit_run("a red <|image_pad|> 7", [photo(128, 128)], steps=2, seed=1)
     engine.open(run)
-    assert isinstance(ends(finish(engine), run)[0], Finished)
+    assert isinstance(ends(finish(engine), run)[0], EngineFinished)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from tests.kit.diffusers_edit import bring_to_source_pixels, edited_by, stock_of
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo, save_tiny_edit
 from tests.kit.tiny_image import engine_of, finish, image_run, pictures
-from triton_omni.backends.core.engine import Output, Run
+from triton_omni.backends.core.engine import EngineOutput, Run
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(200)
@@ -115,7 +115,7 @@ def test_fast_previews_of_an_edit_change_nothing(folder: Path, with_mask: bool) 
     mask = hole(64, 64) if with_mask else None
     run = edit_run("a red 7", [photo(64, 64, 3)], mask, steps=6, seed=1, preview_every=2)
     engine.open(run)
-    outputs = [e for e in finish(engine) if isinstance(e, Output)]
+    outputs = [e for e in finish(engine) if isinstance(e, EngineOutput)]
     assert [(e.meta["step"], e.meta.get("preview")) for e in outputs] == [(2, "fast"), (4, "fast"), (6, None)]
     assert {e.tensors[0].spec.shape for e in outputs} == {(128, 128, 3)}
     plain = drawn(engine, edit_run("a red 7", [photo(64, 64, 3)], mask, steps=6, seed=1))

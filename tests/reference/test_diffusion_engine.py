@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.kit.tiny_image import draw_latents, ends, engine_of, finish, image_run, pictures, save_tiny_image
-from triton_omni.backends.core.engine import Failed, Finished, Output, Progress, Run
+from triton_omni.backends.core.engine import EngineFailed, EngineFinished, EngineOutput, EngineProgress, Run
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest
 
@@ -84,7 +84,7 @@ def test_pictures_are_those_of_the_stock_pipeline(folder, stock: Any, batching: 
         for one, other in zip(ours, theirs, strict=True):
             assert one.shape == other.shape
             assert int(np.abs(one.astype(int) - other.astype(int)).max()) <= most_levels
-        assert [type(e) for e in ends(events, run)] == [Finished]
+        assert [type(e) for e in ends(events, run)] == [EngineFinished]
 
 
 @pytest.mark.parametrize(("batching", "tolerance"), [("seq", 0.0), ("pad", 1e-5), ("packed", 1e-5)])
@@ -130,7 +130,7 @@ def test_compatible_requests_share_every_forward(engine: Any) -> None:
     events = finish(engine)
     assert engine.forwards - before == 10
     for run in runs:
-        steps = [e.meta["step"] for e in events if isinstance(e, Progress) and e.run is run]
+        steps = [e.meta["step"] for e in events if isinstance(e, EngineProgress) and e.run is run]
         assert steps == list(range(1, 11))
 
 
@@ -144,7 +144,7 @@ def test_a_newcomer_joins_at_the_next_step(engine: Any) -> None:
     before = engine.forwards
     events = engine.step()
     assert engine.forwards == before + 1
-    assert {e.run.id for e in events if isinstance(e, Progress)} == {first.id, late.id}
+    assert {e.run.id for e in events if isinstance(e, EngineProgress)} == {first.id, late.id}
     finish(engine)
 
 
@@ -159,7 +159,7 @@ def test_between_two_steps_at_most_one_prompt_and_one_picture_go_through_their_n
         encoded, step = engine.model.encoded, steady.state.step
         events = engine.step()
         assert engine.model.encoded - encoded <= 1
-        assert sum(isinstance(e, Output) for e in events) <= 1
+        assert sum(isinstance(e, EngineOutput) for e in events) <= 1
         assert steady.state.step == step + 1 or not steady.state.steps_left
 
 
@@ -246,7 +246,7 @@ def test_if_a_packed_step_raises_only_the_culprit_fails(engine: Any) -> None:
     runs[1].state.latents = torch.zeros(1, 16, 7)  # seven channels: no transformer takes that
     events = finish(engine)
     (failed,) = ends(events, runs[1])
-    assert isinstance(failed, Failed) and failed.error.where == "denoiser"
+    assert isinstance(failed, EngineFailed) and failed.error.where == "denoiser"
     for i in (0, 2):
         assert np.array_equal(pictures(events, runs[i])[0], alone[i])
 
@@ -260,8 +260,8 @@ def test_numbers_that_are_not_finite_never_reach_the_decoder(engine: Any) -> Non
     sick.state.latents = sick.state.latents.clone().index_fill_(2, torch.tensor([0]), float("nan"))
     events = finish(engine)
     (failed,) = ends(events, sick)
-    assert isinstance(failed, Failed) and "not finite" in failed.error.message
-    assert not [e for e in events if isinstance(e, Output) and e.run is sick]
+    assert isinstance(failed, EngineFailed) and "not finite" in failed.error.message
+    assert not [e for e in events if isinstance(e, EngineOutput) and e.run is sick]
     assert len(pictures(events, healthy)) == 1
 
 
@@ -270,7 +270,7 @@ def test_previews_come_evenly_and_before_the_picture(engine: Any) -> None:
     run = image_run("a 7", width=96, height=64, steps=12, seed=5, partial_images=3)
     engine.open(run)
     events = finish(engine)
-    outputs = [e for e in events if isinstance(e, Output)]
+    outputs = [e for e in events if isinstance(e, EngineOutput)]
     assert [e.meta["partial"] for e in outputs] == [True, True, True, False]
     assert [e.meta["step"] for e in outputs] == [3, 6, 9, 12]
     assert [e.meta.get("partial_image_index") for e in outputs] == [0, 1, 2, None]
@@ -283,7 +283,7 @@ def test_previews_come_evenly_and_before_the_picture(engine: Any) -> None:
 def test_previews_of_two_steps_do_not_repeat(engine: Any) -> None:
     run = image_run("a 7", width=64, height=64, steps=2, seed=5, partial_images=3, n=2)
     engine.open(run)
-    outputs = [e for e in finish(engine) if isinstance(e, Output)]
+    outputs = [e for e in finish(engine) if isinstance(e, EngineOutput)]
     assert [(e.meta["partial"], e.meta["index"]) for e in outputs][-2:] == [(False, 0), (False, 1)]
     assert len(outputs) <= 4
 
@@ -292,7 +292,7 @@ def test_a_seed_is_drawn_and_reported(engine: Any) -> None:
     run = image_run("a 7", width=64, height=64, steps=2)
     engine.open(run)
     events = finish(engine)
-    seed = next(e.meta["seed"] for e in events if isinstance(e, Output))
+    seed = next(e.meta["seed"] for e in events if isinstance(e, EngineOutput))
     again = image_run("a 7", width=64, height=64, steps=2, seed=seed)
     engine.open(again)
     assert np.array_equal(pictures(events, run)[0], pictures(finish(engine), again)[0])
@@ -304,11 +304,11 @@ def test_usage_and_guidance_are_reported(engine: Any) -> None:
     engine.open(plain)
     engine.open(guided)
     events = finish(engine)
-    metas = {e.run.id: e.meta for e in events if isinstance(e, Output)}
+    metas = {e.run.id: e.meta for e in events if isinstance(e, EngineOutput)}
     assert metas[plain.id]["cfg_applied"] is False and metas[guided.id]["cfg_applied"] is True
     assert metas[plain.id]["guidance_scale_applied"] is False
     (end,) = ends(events, plain)
-    assert isinstance(end, Finished)
+    assert isinstance(end, EngineFinished)
     assert end.usage["images"] == 2 and end.usage["completion_tokens"] == 32 and end.usage["prompt_tokens"] > 2
 
 

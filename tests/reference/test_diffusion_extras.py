@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures, save_tiny_image
-from triton_omni.backends.core.engine import Failed, OptionsError, Output
+from triton_omni.backends.core.engine import EngineFailed, EngineOutput, OptionsError
 from triton_omni.backends.core.errors import BadRequest
 
 torch = pytest.importorskip("torch")
@@ -98,7 +98,7 @@ def test_runs_with_different_loras_do_not_meet(folder: Path, loras: dict) -> Non
     for run, picture in zip(runs, alone, strict=True):
         assert np.array_equal(pictures(events, run)[0], picture)
     assert engine.forwards - before == 4 * 6  # the two with the same adapter share
-    metas = {e.run.id: e.meta.get("lora") for e in events if isinstance(e, Output)}
+    metas = {e.run.id: e.meta.get("lora") for e in events if isinstance(e, EngineOutput)}
     assert [metas[run.id] for run in runs] == ["ink", "chalk", "ink", None, "ink"]
 
 
@@ -176,7 +176,7 @@ def test_fast_previews_come_at_the_rate_asked_for_and_look_like_the_picture() ->
     options = {**SIZE, "steps": 12, "seed": 2, "true_cfg_scale": 2.5, "negative_prompt": " "}
     run = image_run("a red 7 on a yellow background", **options, preview_every=2)
     engine.open(run)
-    outputs = [e for e in finish(engine) if isinstance(e, Output)]
+    outputs = [e for e in finish(engine) if isinstance(e, EngineOutput)]
     assert [e.meta["step"] for e in outputs] == [2, 4, 6, 8, 10, 12]
     assert [e.meta.get("partial_image_index") for e in outputs] == [0, 1, 2, 3, 4, None]
     assert [e.meta.get("preview") for e in outputs] == ["fast"] * 5 + [None]
@@ -208,5 +208,5 @@ def test_a_fast_preview_that_fails_ends_its_own_run_only(folder: Path, monkeypat
     engine.open(other)
     events = finish(engine)
     (end,) = ends(events, run)
-    assert isinstance(end, Failed) and end.error.message == "step 2 failed: out of memory"
+    assert isinstance(end, EngineFailed) and end.error.message == "step 2 failed: out of memory"
     assert len(pictures(events, other)) == 1 and not pictures(events, run)

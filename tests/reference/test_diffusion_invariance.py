@@ -11,7 +11,7 @@ import pytest
 
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo, save_tiny_edit
 from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures, save_tiny_image
-from triton_omni.backends.core.engine import Event, Failed, Run
+from triton_omni.backends.core.engine import EngineEvent, EngineFailed, Run
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(280)
@@ -92,13 +92,15 @@ def poison(run: Run, rng: random.Random) -> None:
     run.state.latents = torch.full_like(latents, float("nan")) if rng.random() < 0.5 else latents[:, :, :-1]
 
 
-def life(engine: Any, asked: list[dict[str, Any]], rng: random.Random) -> tuple[dict[int, Run], set[int], list[Event]]:
+def life(
+    engine: Any, asked: list[dict[str, Any]], rng: random.Random
+) -> tuple[dict[int, Run], set[int], list[EngineEvent]]:
     """Random arrivals, aborts and failures; returns the runs, the undisturbed ones, and all events."""
     order = list(range(len(asked)))
     rng.shuffle(order)
     runs: dict[int, Run] = {}
     undisturbed: set[int] = set()
-    events: list[Event] = []
+    events: list[EngineEvent] = []
     while order or engine.has_work:
         while order and rng.random() < 0.5:
             number = order.pop()
@@ -152,7 +154,7 @@ def compare(folder, asked: list[dict[str, Any]], budgets: tuple[int, ...], **dep
             drawn = [p.tobytes() for p in pictures(events, runs[number])]
             assert drawn == alone[number], f"trial {trial}, request {number}: {asked[number]}"
         for number in set(runs) - undisturbed:
-            assert all(isinstance(end, Failed) for end in ends(events, runs[number]))
+            assert all(isinstance(end, EngineFailed) for end in ends(events, runs[number]))
         compared += len(undisturbed)
         assert engine._drawings == engine._decodes == []
     assert 2 * compared > len(asked) * len(budgets)

@@ -20,7 +20,7 @@ from tests.kit.process_pidfds import is_gone
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, photo, save_tiny_edit
 from tests.kit.tiny_image import draw_latents, ends, engine_of, finish, image_run, pictures, save_tiny_image
 from tests.reference.test_diffusion_invariance import life, make, requests
-from triton_omni.backends.core.engine import Failed, OptionsError
+from triton_omni.backends.core.engine import EngineFailed, OptionsError
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 
 torch = pytest.importorskip("torch")
@@ -87,7 +87,7 @@ def same_bytes(folder: Path, asked: list[dict[str, Any]], budgets: tuple[int, ..
             for number in undisturbed:
                 assert [p.tobytes() for p in pictures(events, runs[number])] == expected[number], asked[number]
             for number in set(runs) - undisturbed:
-                assert all(isinstance(end, Failed) for end in ends(events, runs[number]))
+                assert all(isinstance(end, EngineFailed) for end in ends(events, runs[number]))
 
 
 def test_a_rank_has_a_branch_and_a_request_that_fails_there_fails_alone(folder: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_rank_has_a_branch_and_a_request_that_fails_there_fails_alone(folder: 
         bad.state.latents = bad.state.latents[:, :, :-1]
         events = finish(engine)
         (end,) = ends(events, bad)
-        assert isinstance(end, Failed) and end.error.message.startswith("step 3 failed")
+        assert isinstance(end, EngineFailed) and end.error.message.startswith("step 3 failed")
         again = image_run("two", **GUIDED, steps=6, seed=2)
         assert np.array_equal(pictures(events, good)[0], drawn(engine, [again])[0])
 
@@ -145,7 +145,7 @@ def test_two_ranks_share_the_tokens_of_a_picture(edit_folder: Path) -> None:
         while bad.state.step < 1:
             engine.step()
         bad.state.latents = bad.state.latents[:, :, :-1]
-        assert [type(end) for end in ends(finish(engine), bad)] == [Failed]  # on both ranks, which stay in step
+        assert [type(end) for end in ends(finish(engine), bad)] == [EngineFailed]  # on both ranks, which stay in step
         assert len(drawn(engine, [image_run("two", width=64, height=64, steps=2)])) == 1
         with pytest.raises(BadRequest, match="9 image tokens cannot be shared by 2 ranks") as caught:
             engine.open(image_run("two", width=48, height=48, steps=4))

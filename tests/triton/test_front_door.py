@@ -205,8 +205,10 @@ def test_over_the_limit_is_refused_and_nobody_hangs(toy: RunningServer) -> None:
     "message",
     [
         b"",
-        msg.encode(msg.Open(b"r" * 16, "forged", json.dumps(body(2)).encode(), upstream=("tokens",), direct=True)),
-        msg.encode(msg.Open(b"r" * 16, "forged", json.dumps(body(2)).encode(), "/tmp/mine.sock")),
+        msg.encode(
+            msg.OpenMessage(b"r" * 16, "forged", json.dumps(body(2)).encode(), upstream=("tokens",), direct=True)
+        ),
+        msg.encode(msg.OpenMessage(b"r" * 16, "forged", json.dumps(body(2)).encode(), "/tmp/mine.sock")),
     ],
 )
 def test_an_open_that_is_not_the_orchestrators_is_refused(toy: RunningServer, message: bytes) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from triton_omni.backends.core.chunk import Tensor
-from triton_omni.backends.core.engine import Event, Failed, Finished, Run, Send
+from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFailed, EngineFinished, Run
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.chat.clauses import Clauses
@@ -66,18 +66,18 @@ class TalkerEngine:
     def has_work(self) -> bool:
         return any(_can_work(run) for run in self._runs)
 
-    def step(self) -> Sequence[Event]:
+    def step(self) -> Sequence[EngineEvent]:
         run = next((run for run in self._runs if _can_work(run)), None)
         if run is None:
             return ()
         self._runs.remove(run)
         speaker: Speaker = run.state
-        events: list[Event] = []
+        events: list[EngineEvent] = []
         if speaker.waiting:
             try:
                 events += self._speak(run, speaker.waiting.popleft())
             except (LookupError, ValueError) as error:  # the reader of text met a word it cannot take
-                return [Failed(run, StageFailed(f"the text cannot be read aloud: {error}", self.stage))]
+                return [EngineFailed(run, StageFailed(f"the text cannot be read aloud: {error}", self.stage))]
         if speaker.ended and not speaker.waiting:
             events.append(_end(run, speaker))
         else:
@@ -87,7 +87,7 @@ class TalkerEngine:
     def close(self) -> None:
         self._runs.clear()
 
-    def _speak(self, run: Run, clause: str) -> list[Event]:
+    def _speak(self, run: Run, clause: str) -> list[EngineEvent]:
         speaker: Speaker = run.state
         speaker.spoken_chars += len(clause)
         made = [self._codes(piece, run.request.speech.speed) for piece in self._voice.phonemes(clause)]
@@ -95,7 +95,7 @@ class TalkerEngine:
         if not len(codes):  # signs without a reading
             return []
         speaker.frames += len(codes)
-        return [Send(run, (Tensor.of("codes", codes),))]
+        return [EngineChunk(run, (Tensor.of("codes", codes),))]
 
     def _codes(self, phonemes: str, speed: float) -> np.ndarray:
         frames = self._voice.frames(phonemes, speed)
@@ -107,11 +107,11 @@ def _can_work(run: Run) -> bool:
     return not run.blocked and (bool(speaker.waiting) or speaker.ended)
 
 
-def _end(run: Run, speaker: Speaker) -> Event:
+def _end(run: Run, speaker: Speaker) -> EngineEvent:
     """An answer may be silent, its text is there; who only wanted to hear a text must be told that it cannot be."""
     if not run.upstream and not speaker.frames:
-        return Failed(run, BadRequest("nothing in it can be read aloud; the voice reads English", "input"))
-    return Finished(run, "stop", {"audio_frames": speaker.frames, "spoken_chars": speaker.spoken_chars})
+        return EngineFailed(run, BadRequest("nothing in it can be read aloud; the voice reads English", "input"))
+    return EngineFinished(run, "stop", {"audio_frames": speaker.frames, "spoken_chars": speaker.spoken_chars})
 
 
 def talker_engine(context: EngineContext) -> TalkerEngine:

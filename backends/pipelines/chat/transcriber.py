@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from triton_omni.backends.core.engine import Event, Finished, Output, Progress, Run, Send
+from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFinished, EngineOutput, EngineProgress, Run
 from triton_omni.backends.core.generate import with_stage_options
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.chat.ear import Ear, Segment, WhisperEar
@@ -66,7 +66,7 @@ class TranscriberEngine:
     def has_work(self) -> bool:
         return any(not run.blocked for run in self._runs)
 
-    def step(self) -> Sequence[Event]:
+    def step(self) -> Sequence[EngineEvent]:
         run = next((run for run in self._runs if not run.blocked), None)
         if run is None:
             return ()
@@ -77,26 +77,26 @@ class TranscriberEngine:
         window = live.windows.popleft()
         is_timed = OUTPUT in run.wanted
         segments = self._ear.hear(window, timed=is_timed, worded=is_timed and live.with_words)
-        events: list[Event] = [_said(run, live, segment) for segment in segments if OUTPUT in run.wanted]
+        events: list[EngineEvent] = [_said(run, live, segment) for segment in segments if OUTPUT in run.wanted]
         live.texts += [segment.text for segment in segments]
         live.heard_s += len(window) / SAMPLE_RATE_HZ
-        events.append(Progress(run, {"heard_s": round(live.heard_s, 3), "audio_s": round(live.seconds, 3)}))
+        events.append(EngineProgress(run, {"heard_s": round(live.heard_s, 3), "audio_s": round(live.seconds, 3)}))
         if not live.windows:
             if run.feeds:
-                events.append(Send(run, meta={"index": live.index, "text": " ".join(live.texts)}))
+                events.append(EngineChunk(run, meta={"index": live.index, "text": " ".join(live.texts)}))
             live.texts.clear()
             live.index += 1
         if live.windows or live.clips:
             self._runs.append(run)  # the end of the queue: whoever waits comes first
         else:
-            events.append(Finished(run, "stop", {"audio_input_s": round(live.seconds, 3)}))
+            events.append(EngineFinished(run, "stop", {"audio_input_s": round(live.seconds, 3)}))
         return events
 
     def close(self) -> None:
         self._runs.clear()
 
 
-def _said(run: Run, live: Hearing, segment: Segment) -> Output:
+def _said(run: Run, live: Hearing, segment: Segment) -> EngineOutput:
     """A segment for the client, in seconds of all the audio. Joined, the texts are the whole transcript."""
     text = segment.text if not live.is_heard else f" {segment.text}"
     live.is_heard = True
@@ -108,7 +108,7 @@ def _said(run: Run, live: Hearing, segment: Segment) -> Output:
              "end_s": round(live.heard_s + word.end_s, 2)}
             for word in segment.words
         ]  # fmt: skip
-    return Output(run, OUTPUT, meta=meta)
+    return EngineOutput(run, OUTPUT, meta=meta)
 
 
 def transcriber_engine(context: EngineContext) -> TranscriberEngine:

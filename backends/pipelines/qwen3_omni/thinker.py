@@ -13,7 +13,7 @@ from triton_omni.backends.ar.engine import ArEngine, Live, RequestOutput
 from triton_omni.backends.ar.taps import Tapped, TokenTaps
 from triton_omni.backends.ar.upstream import attach_taps, hook_arguments, media_features
 from triton_omni.backends.core.chunk import Tensor
-from triton_omni.backends.core.engine import OptionsError, Send
+from triton_omni.backends.core.engine import EngineChunk, OptionsError
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.qwen3_omni.chats import ChatPrompts
 from triton_omni.backends.pipelines.qwen3_omni.checkpoints import omni_config
@@ -44,7 +44,7 @@ def keep_media(runs: Mapping[str, Live], tapped: Sequence[Tapped]) -> None:
             live.hidden |= zip(positions, rows, strict=True)
 
 
-def to_talker(live: Live, output: RequestOutput, call_begins: int, call_ends: int) -> Iterable[Send]:
+def to_talker(live: Live, output: RequestOutput, call_begins: int, call_ends: int) -> Iterable[EngineChunk]:
     """The new words, and with the first ones the prompt. The last token, whatever it is, is never spoken."""
     words = list(output.outputs[0].token_ids)
     is_first = live.completion_tokens == len(words)
@@ -64,7 +64,7 @@ def to_talker(live: Live, output: RequestOutput, call_begins: int, call_ends: in
             meta = media_shapes(media_features(live.scheduled))
     if words:
         tensors.append(_ids("token_ids", words))
-    return (Send(live.run, tuple(tensors), meta),) if tensors else ()
+    return (EngineChunk(live.run, tuple(tensors), meta),) if tensors else ()
 
 
 def _outside_calls(live: Live, words: Sequence[int], call_begins: int, call_ends: int) -> list[int]:

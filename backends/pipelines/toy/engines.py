@@ -21,7 +21,15 @@ import msgspec
 import numpy as np
 
 from triton_omni.backends.core.chunk import Chunk, Tensor
-from triton_omni.backends.core.engine import Event, Failed, Finished, Output, Progress, Run, Send
+from triton_omni.backends.core.engine import (
+    EngineChunk,
+    EngineEvent,
+    EngineFailed,
+    EngineFinished,
+    EngineOutput,
+    EngineProgress,
+    Run,
+)
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 
 SAMPLE_RATE_HZ = 24_000
@@ -86,7 +94,7 @@ class ToyRun:
     due_s: float = 0.0
 
 
-Work = Callable[[Run, ToyRun], "list[Event] | None"]
+Work = Callable[[Run, ToyRun], "list[EngineEvent] | None"]
 """Make the next chunk's events, or None if there is nothing to make it from."""
 
 
@@ -119,14 +127,14 @@ class ToyEngine:
     def has_work(self) -> bool:
         return any(self._can_work(run) for run in self._runs)
 
-    def step(self) -> Sequence[Event]:
+    def step(self) -> Sequence[EngineEvent]:
         ready = [run for run in self._runs if self._can_work(run)]
         now = time.monotonic()
         due = [run for run in ready if run.state.due_s <= now]
         if not due and ready:
             time.sleep(min(PAUSE_S, min(run.state.due_s for run in ready) - now))
             return ()
-        events: list[Event] = []
+        events: list[EngineEvent] = []
         for run in due:
             run.state.due_s = now + run.state.options.delay_s
             for _ in range(run.state.options.burst):
@@ -142,13 +150,13 @@ class ToyEngine:
         held = state.options.hold_after is not None and state.made >= state.options.hold_after
         return not run.blocked and not held and (not run.upstream or bool(state.waiting))
 
-    def _advance(self, run: Run, events: list[Event]) -> bool:
+    def _advance(self, run: Run, events: list[EngineEvent]) -> bool:
         """Make one chunk of one run; False if it made none."""
         state: ToyRun = run.state
         self._misbehave(state)
         if state.options.fail_after is not None and state.made >= state.options.fail_after:
             self._runs.remove(run)
-            events.append(Failed(run, StageFailed("failed on request", self.stage)))
+            events.append(EngineFailed(run, StageFailed("failed on request", self.stage)))
             return False
         if state.options.hold_after is not None and state.made >= state.options.hold_after:
             return False
@@ -156,10 +164,10 @@ class ToyEngine:
         if made is None:
             return False
         if state.options.progress:
-            events.append(Progress(run, {"made": state.made}))
+            events.append(EngineProgress(run, {"made": state.made}))
         events += made
         state.made += 1
-        if any(isinstance(event, Finished) for event in made):
+        if any(isinstance(event, EngineFinished) for event in made):
             self._runs.remove(run)
         return True
 
@@ -173,21 +181,21 @@ class ToyEngine:
             time.sleep(wanted.hang_s)
 
 
-def tokens(run: Run, state: ToyRun) -> list[Event] | None:
+def tokens(run: Run, state: ToyRun) -> list[EngineEvent] | None:
     """Stage `tokens`: one word per step, `max_tokens` of them."""
     total = run.request.sampling.max_tokens or DEFAULT_TOKENS
-    events: list[Event] = []
+    events: list[EngineEvent] = []
     if state.made % state.options.output_every == 0:
-        events.append(Output(run, "text", meta={"text": f"w{state.made} "}))
+        events.append(EngineOutput(run, "text", meta={"text": f"w{state.made} "}))
     if run.feeds:
-        events.append(Send(run, _filler(state), meta={"token": state.made}))
+        events.append(EngineChunk(run, _filler(state), meta={"token": state.made}))
     if state.made + 1 == total:
         prompt = sum(len(p.text.split()) for m in run.request.messages for p in m.parts)
-        events.append(Finished(run, "length", {"prompt_tokens": prompt, "completion_tokens": total}))
+        events.append(EngineFinished(run, "length", {"prompt_tokens": prompt, "completion_tokens": total}))
     return events
 
 
-def frames(run: Run, state: ToyRun) -> list[Event] | None:
+def frames(run: Run, state: ToyRun) -> list[EngineEvent] | None:
     """Stage `frames`: FRAMES_PER_TOKEN rows of the token's number; from a text, one token per word."""
     if run.upstream:
         if not state.waiting:
@@ -196,28 +204,28 @@ def frames(run: Run, state: ToyRun) -> list[Event] | None:
     else:
         words = run.request.input.split()
         token, last = state.made, state.made + 1 >= len(words)
-    events: list[Event] = []
+    events: list[EngineEvent] = []
     if token is not None:
         rows = Tensor.of("frames", _rows(token, FRAMES_PER_TOKEN))
-        events.append(Send(run, (rows, *_filler(state)), {"token": token}))
+        events.append(EngineChunk(run, (rows, *_filler(state)), {"token": token}))
     if last:
-        events.append(Finished(run))
+        events.append(EngineFinished(run))
     return events
 
 
-def wave(run: Run, state: ToyRun) -> list[Event] | None:
+def wave(run: Run, state: ToyRun) -> list[EngineEvent] | None:
     """Stage `wave`: a sine that goes on without a break over all frames."""
     if not state.waiting:
         return None
     rows, last = state.waiting.popleft()
-    events: list[Event] = []
+    events: list[EngineEvent] = []
     if rows:
         if state.made % state.options.output_every == 0:
             audio = sine(state.phase, rows * SAMPLES_PER_FRAME)
-            events.append(Output(run, "audio", (Tensor.of("audio", audio),), {"sample_rate": SAMPLE_RATE_HZ}))
+            events.append(EngineOutput(run, "audio", (Tensor.of("audio", audio),), {"sample_rate": SAMPLE_RATE_HZ}))
         state.phase += rows * SAMPLES_PER_FRAME
     if last:
-        events.append(Finished(run, "stop", {"audio_samples": state.phase}))
+        events.append(EngineFinished(run, "stop", {"audio_samples": state.phase}))
     return events
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.kit import engine_driver as drive
 from triton_omni.backends.codec.decoder import Window
 from triton_omni.backends.codec.engine import CodecEngine, CodecOptions
-from triton_omni.backends.core.engine import Output, Run
+from triton_omni.backends.core.engine import EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest
 
@@ -84,12 +84,12 @@ def test_first_chunk_is_small_and_leaves_as_soon_as_its_context_is_there() -> No
     assert not codec.has_work
     assert codec.feed(run, drive.codes_chunk(frames(1)), last=False)
     (event,) = codec.step()
-    assert isinstance(event, Output) and event.tensors[0].spec.shape == (10 * HOP,)
+    assert isinstance(event, EngineOutput) and event.tensors[0].spec.shape == (10 * HOP,)
     assert event.meta == {"sample_rate": 8000}
     assert not codec.has_work
     assert codec.feed(run, drive.codes_chunk(frames(25)), last=False)
     (event,) = codec.step()
-    assert isinstance(event, Output) and event.tensors[0].spec.shape == (25 * HOP,)
+    assert isinstance(event, EngineOutput) and event.tensors[0].spec.shape == (25 * HOP,)
 
 
 @pytest.mark.parametrize(("first", "later"), [(1, 1), (3, 7), (100, 2)])
@@ -98,7 +98,7 @@ def test_a_request_may_choose_its_chunks_without_another_result(first: int, late
     run = fed_run(code2wav={"first_chunk_frames": first, "chunk_frames": later})
     events = drive.run_with(engine(), run, [drive.codes_chunk(codes)])
     np.testing.assert_array_equal(drive.audio(events), whole(codes))
-    sizes = [e.tensors[0].spec.shape[0] // HOP for e in events if isinstance(e, Output)]
+    sizes = [e.tensors[0].spec.shape[0] // HOP for e in events if isinstance(e, EngineOutput)]
     assert sizes[0] == min(first, 40) and all(size == later for size in sizes[1:-1])
 
 
@@ -107,7 +107,7 @@ def test_a_ramp_makes_chunks_grow() -> None:
     options: dict[str, Any] = {"first_chunk_frames": 1, "ramp_frames": (2, 4, 8, 16), "chunk_frames": 25}
     events = drive.run_with(engine(**options), fed_run(), [drive.codes_chunk(codes)])
     np.testing.assert_array_equal(drive.audio(events), whole(codes))
-    sizes = [e.tensors[0].spec.shape[0] // HOP for e in events if isinstance(e, Output)]
+    sizes = [e.tensors[0].spec.shape[0] // HOP for e in events if isinstance(e, EngineOutput)]
     assert sizes == [1, 2, 4, 8, 16, 25, 4]
 
 
@@ -127,7 +127,7 @@ def test_of_the_ramp_a_run_takes_what_lies_between_its_own_chunks(own: dict[str,
     codec = engine(first_chunk_frames=4, ramp_frames=(8, 16), chunk_frames=25)
     events = drive.run_with(codec, fed_run(code2wav=own), [drive.codes_chunk(codes)])
     np.testing.assert_array_equal(drive.audio(events), whole(codes))
-    assert [e.tensors[0].spec.shape[0] // HOP for e in events if isinstance(e, Output)] == expected
+    assert [e.tensors[0].spec.shape[0] // HOP for e in events if isinstance(e, EngineOutput)] == expected
 
 
 @pytest.mark.parametrize("ramp", [(8, 8), (16, 8), (10,), (25,), (8, 30)])

@@ -12,7 +12,7 @@ import pytest
 from triton_omni.backends.connectors.base import PACKET_BYTES
 from triton_omni.backends.connectors.link import JOINED, JOINED_BYTES, JOINED_FRAMES
 from triton_omni.backends.control.hub import Hub
-from triton_omni.backends.control.messages import Stop
+from triton_omni.backends.control.messages import StopMessage
 
 
 def received(link):
@@ -80,11 +80,11 @@ def test_a_hub_joins_what_the_body_sends_and_sends_it_at_the_end(tmp_path):
         b.poll(1.0)  # hello
         with a.joined():
             for i in range(5):
-                peer.send(Stop(bytes([i])))
+                peer.send(StopMessage(bytes([i])))
             assert b.poll(0) == []
         assert [item.run for _, item in b.poll(1.0)] == [bytes([i]) for i in range(5)]
         with contextlib.suppress(RuntimeError), a.joined():
-            peer.send(Stop(b"kept"))
+            peer.send(StopMessage(b"kept"))
             raise RuntimeError
         assert [item.run for _, item in b.poll(1.0)] == [b"kept"]
     finally:

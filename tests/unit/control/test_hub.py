@@ -20,7 +20,14 @@ from triton_omni.backends.connectors import shm
 from triton_omni.backends.connectors.base import PeerLost
 from triton_omni.backends.control import hub as hub_module
 from triton_omni.backends.control.hub import Hub, Lost, listen, probe
-from triton_omni.backends.control.messages import Hello, Ping, Progress, Release, Stop, encode
+from triton_omni.backends.control.messages import (
+    HelloMessage,
+    PingMessage,
+    ProgressMessage,
+    ReleaseMessage,
+    StopMessage,
+    encode,
+)
 from triton_omni.backends.core.chunk import Chunk, Tensor
 
 RUN = b"r" * 16
@@ -56,14 +63,14 @@ def test_the_first_use_connects_and_the_next_reuse_the_link(make):
     a, b = make("a"), make("b")
     peer = a.connect(b.address)
     assert a.connect(b.address) is peer
-    peer.send(Stop(RUN))
+    peer.send(StopMessage(RUN))
     [(at_b, item)] = gather(b, 1)
-    assert item == Stop(RUN)
+    assert item == StopMessage(RUN)
     assert at_b.name == "a"
-    at_b.send(Release(RUN))
+    at_b.send(ReleaseMessage(RUN))
     [(source, item)] = gather(a, 1)
     assert source is peer
-    assert item == Release(RUN)
+    assert item == ReleaseMessage(RUN)
     assert peer.name == "b"
 
 
@@ -117,7 +124,7 @@ def test_messages_and_chunks_keep_their_order(make):
     sent = []
     for i in range(200):
         if i % 2:
-            peer.send(Ping(live=i))
+            peer.send(PingMessage(live=i))
             sent.append(i)
         elif peer.put(
             Chunk(i.to_bytes(16, "big"), "e", i, tensors=(Tensor.of("x", np.full(5_000, i % 251, np.uint8)),))
@@ -142,7 +149,7 @@ def test_a_full_socket_is_written_on_when_the_peer_reads(make):
     a, b = make("a"), make("b")
     peer = a.connect(b.address)
     for i in range(3_000):
-        peer.send(Ping(live=i, text="x" * 4_000))
+        peer.send(PingMessage(live=i, text="x" * 4_000))
     assert peer.connector.link.backlog_packets > 0
     got = gather(b, 3_000, a, timeout_s=20)
     assert [item.live for _, item in got] == list(range(3_000))
@@ -155,14 +162,14 @@ def test_what_a_lost_peer_had_sent_comes_before_its_loss(make):
     a, b = make("a"), make("b")
     peer = a.connect(b.address)
     for _ in range(300):  # more than one turn's worth
-        peer.send(Stop(RUN))
+        peer.send(StopMessage(RUN))
     [(at_b, _), *more] = gather(b, 1, a)
     a.close()
     got = more + gather(b, 300 - len(more))
     assert all(source is at_b for source, _ in got)
     assert [type(item).__name__ for _, item in got] == ["Stop"] * 299 + ["Lost"]
     assert at_b.lost
-    assert not at_b.send(Stop(RUN))
+    assert not at_b.send(StopMessage(RUN))
     assert not at_b.put(Chunk(RUN, "e"))
     at_b.release(Chunk(RUN, "e"))
     assert b.poll(0) == [], "a loss is told once"
@@ -172,7 +179,7 @@ def test_a_send_to_a_dead_peer_is_reported_by_poll(make):
     a, b = make("a"), make("b")
     peer = a.connect(b.address)
     b.close()
-    assert not peer.send(Stop(RUN))
+    assert not peer.send(StopMessage(RUN))
     [(source, item)] = gather(a, 1)
     assert source is peer
     assert isinstance(item, Lost)
@@ -186,16 +193,16 @@ def test_a_lost_address_can_be_connected_again(make):
     again = make("b")
     second = a.connect(again.address)
     assert second is not first
-    second.send(Stop(RUN))
-    assert gather(again, 1)[0][1] == Stop(RUN)
+    second.send(StopMessage(RUN))
+    assert gather(again, 1)[0][1] == StopMessage(RUN)
 
 
 def test_adopted_sockets_speak_the_same(make):
     a, b = make("a", listening=False), make("b", listening=False)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     at_a, at_b = a.adopt(ours), b.adopt(theirs)
-    at_a.send(Stop(RUN))
-    assert gather(b, 1) == [(at_b, Stop(RUN))]
+    at_a.send(StopMessage(RUN))
+    assert gather(b, 1) == [(at_b, StopMessage(RUN))]
     assert at_b.name == "a"
     assert a.address == ""
 
@@ -203,8 +210,8 @@ def test_adopted_sockets_speak_the_same(make):
 @pytest.mark.parametrize(
     "packet",
     [b"Mgarbage", b"M", shm.MESSAGE + msgspec.msgpack.encode(["unheard-of", 1]), b"\xff\x00", b"M" + b"\x91" * 50_000,
-     shm.MESSAGE + encode(Progress(RUN, {"a": 7}))[:-1] + b"\x91" * 20_000 + b"\x07",
-     shm.MESSAGE + encode(Hello(999, "from the future"))],
+     shm.MESSAGE + encode(ProgressMessage(RUN, {"a": 7}))[:-1] + b"\x91" * 20_000 + b"\x07",
+     shm.MESSAGE + encode(HelloMessage(999, "from the future"))],
     ids=["text", "nothing", "unknown tag", "unknown kind", "nested", "nested value", "other version"],
 )  # fmt: skip
 def test_a_peer_that_speaks_nonsense_is_dropped(make, packet):
@@ -214,7 +221,7 @@ def test_a_peer_that_speaks_nonsense_is_dropped(make, packet):
     bad.settimeout(5)
     bad.connect(b.address)
     bad.send(packet)
-    good.send(Stop(RUN))
+    good.send(StopMessage(RUN))
     got = [item for _, item in gather(b, 2)]
     assert sorted(type(item).__name__ for item in got) == ["Lost", "Stop"]
     while bad.recv(100_000):  # the hello, then EOF
@@ -228,7 +235,7 @@ def test_a_malformed_packet_after_a_full_turn_is_not_overlooked(make):
     bad = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     bad.connect(b.address)
     for _ in range(hub_module.ITEMS_PER_TURN - 1):
-        bad.send(shm.MESSAGE + encode(Stop(RUN)))
+        bad.send(shm.MESSAGE + encode(StopMessage(RUN)))
     bad.send(b"Zgarbage")
     got = gather(b, hub_module.ITEMS_PER_TURN)
     assert isinstance(got[-1][1], Lost)
@@ -239,12 +246,12 @@ def test_want_of_descriptors_delays_new_links_and_leaves_the_old_ones_alone(make
     monkeypatch.setattr(hub_module, "ACCEPT_PAUSE_S", 0.02)
     a, b = make("a"), make("b")
     old = b.connect(a.address)
-    old.send(Stop(RUN))
+    old.send(StopMessage(RUN))
     gather(a, 1, b)
-    old.send(Stop(RUN))
+    old.send(StopMessage(RUN))
     new = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     new.connect(a.address)
-    new.send(shm.MESSAGE + encode(Release(RUN)))
+    new.send(shm.MESSAGE + encode(ReleaseMessage(RUN)))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
@@ -253,8 +260,8 @@ def test_want_of_descriptors_delays_new_links_and_leaves_the_old_ones_alone(make
             got += [item for _, item in a.poll(0.03)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert got == [Stop(RUN)]
-    assert gather(a, 1)[0][1] == Release(RUN)
+    assert got == [StopMessage(RUN)]
+    assert gather(a, 1)[0][1] == ReleaseMessage(RUN)
     new.close()
 
 
@@ -332,17 +339,17 @@ def test_a_closed_hub_leaves_nothing_behind(tmp_path):
 def _answer(hub, stop, answer):
     while not stop.is_set():
         for peer, item in hub.poll(0.05):
-            if isinstance(item, Ping):
+            if isinstance(item, PingMessage):
                 answer(peer)
 
 
 def test_probe_asks_for_a_sign_of_life(make):
     hub, stop = make("alive"), threading.Event()
-    thread = threading.Thread(target=_answer, args=(hub, stop, lambda peer: peer.send(Ping("me", "ready", 3))))
+    thread = threading.Thread(target=_answer, args=(hub, stop, lambda peer: peer.send(PingMessage("me", "ready", 3))))
     thread.start()
     fds = open_fds()
     try:
-        assert probe(hub.address, 5.0) == Ping("me", "ready", 3)
+        assert probe(hub.address, 5.0) == PingMessage("me", "ready", 3)
     finally:
         stop.set()
         thread.join()

@@ -11,16 +11,16 @@ import pytest
 
 from triton_omni.backends.control import messages
 from triton_omni.backends.control.messages import (
-    Accepted,
-    Failed,
-    Finished,
-    Hello,
-    Open,
-    Ping,
-    Progress,
-    Received,
-    Release,
-    Stop,
+    AcceptedMessage,
+    FailedMessage,
+    FinishedMessage,
+    HelloMessage,
+    OpenMessage,
+    PingMessage,
+    ProgressMessage,
+    ReceivedMessage,
+    ReleaseMessage,
+    StopMessage,
 )
 from triton_omni.backends.control.records import (
     SILENT_S,
@@ -35,18 +35,25 @@ from triton_omni.backends.core.errors import ErrorInfo
 
 RUN = bytes(range(16))
 FULL = (
-    Hello(1, "chat/thinker", "GPU-1"),
-    Open(RUN, "req", b"{}", "/a.sock", ("x", "y"), {"z": "/z.sock"}, ("text",), True, True, 1.5),
-    Stop(RUN),
-    Release(RUN),
-    Received(RUN),
-    Accepted(RUN, "/w.sock"),
-    Progress(RUN, {"step": 7, "nested": {"list": [1, None, "x"]}}),
-    Finished(RUN, "length", {"tokens": 3.0}),
-    Failed(RUN, ErrorInfo("stage_failed", "boom", "wave"), True),
-    Ping("me", "failed", 2, "why", {"steps": 1.0}),
+    HelloMessage(1, "chat/thinker", "GPU-1"),
+    OpenMessage(RUN, "req", b"{}", "/a.sock", ("x", "y"), {"z": "/z.sock"}, ("text",), True, True, 1.5),
+    StopMessage(RUN),
+    ReleaseMessage(RUN),
+    ReceivedMessage(RUN),
+    AcceptedMessage(RUN, "/w.sock"),
+    ProgressMessage(RUN, {"step": 7, "nested": {"list": [1, None, "x"]}}),
+    FinishedMessage(RUN, "length", {"tokens": 3.0}),
+    FailedMessage(RUN, ErrorInfo("stage_failed", "boom", "wave"), True),
+    PingMessage("me", "failed", 2, "why", {"steps": 1.0}),
 )
-BARE = (Open(RUN, "", b""), Accepted(RUN), Progress(RUN), Finished(RUN, ""), Failed(RUN, ErrorInfo("", "")), Ping())
+BARE = (
+    OpenMessage(RUN, "", b""),
+    AcceptedMessage(RUN),
+    ProgressMessage(RUN),
+    FinishedMessage(RUN, ""),
+    FailedMessage(RUN, ErrorInfo("", "")),
+    PingMessage(),
+)
 
 
 @pytest.mark.parametrize("message", [*FULL, *BARE], ids=lambda m: type(m).__name__)

@@ -13,23 +13,23 @@ from triton_omni.backends.core.errors import Cancelled, DeadlineExceeded, StageF
 from triton_omni.backends.core.pipeline import Edge, Operation, Output, Pipeline, Stage
 from triton_omni.backends.core.request import (
     STOPPED,
-    Accepted,
-    Arrived,
-    Close,
-    Done,
-    Emit,
-    End,
-    Expired,
-    Failed,
-    Finished,
-    Open,
+    CloseRun,
+    EmitOutput,
+    EndRequest,
+    ForgetRequest,
     OpenFailed,
+    OpenRun,
     Outcome,
-    Release,
-    Request,
+    OutputArrived,
+    ReleaseOutput,
+    RequestAdmitted,
+    RequestExpired,
+    RequestMachine,
+    RunAccepted,
+    RunFailed,
+    RunFinished,
     RunState,
-    Started,
-    Stop,
+    StopRun,
 )
 
 
@@ -49,7 +49,7 @@ OOPS = StageFailed("oops", "talker")
 
 
 def request(wanted=("text", "audio"), needed=SPEAKS, pipeline=CHAIN):
-    return Request(pipeline, frozenset(wanted), frozenset(needed))
+    return RequestMachine(pipeline, frozenset(wanted), frozenset(needed))
 
 
 def after(*events, wanted=("text", "audio"), needed=SPEAKS):
@@ -60,41 +60,41 @@ def after(*events, wanted=("text", "audio"), needed=SPEAKS):
     return machine
 
 
-OPENED = (Started(), Accepted("voice"), Accepted("talker"), Accepted("thinker"))
+OPENED = (RequestAdmitted(), RunAccepted("voice"), RunAccepted("talker"), RunAccepted("thinker"))
 
 
 # --- the table: each event in each state of a run ------------------------------------------------------------------
 STATES = {
-    RunState.IDLE: (Started(),),  # of "talker": the consumer is still opening
-    RunState.OPENING: (Started(), Accepted("voice")),
+    RunState.IDLE: (RequestAdmitted(),),  # of "talker": the consumer is still opening
+    RunState.OPENING: (RequestAdmitted(), RunAccepted("voice")),
     RunState.RUNNING: OPENED,
-    RunState.CLOSED: (*OPENED, Finished("talker", "stop", {})),
+    RunState.CLOSED: (*OPENED, RunFinished("talker", "stop", {})),
 }
-END = End(Outcome.FAILED, "audio", "voice", "error", {}, OOPS)
-EARLY = End(Outcome.FAILED, "audio", "voice", "error", {}, StageFailed("ended before it was accepted", "talker"))
+END = EndRequest(Outcome.FAILED, "audio", "voice", "error", {}, OOPS)
+EARLY = EndRequest(Outcome.FAILED, "audio", "voice", "error", {}, StageFailed("ended before it was accepted", "talker"))
 IGNORED: list[object] = []
 TABLE = {
-    (RunState.IDLE, Accepted): IGNORED,
-    (RunState.IDLE, Finished): IGNORED,
-    (RunState.IDLE, Failed): IGNORED,
+    (RunState.IDLE, RunAccepted): IGNORED,
+    (RunState.IDLE, RunFinished): IGNORED,
+    (RunState.IDLE, RunFailed): IGNORED,
     (RunState.IDLE, OpenFailed): IGNORED,
-    (RunState.OPENING, Accepted): [Open("thinker")],
-    (RunState.OPENING, Finished): [Close("talker"), Stop("voice"), EARLY],
-    (RunState.OPENING, Failed): [Close("talker"), Stop("voice"), END],
-    (RunState.OPENING, OpenFailed): [Close("talker"), Stop("voice"), END],
-    (RunState.RUNNING, Accepted): IGNORED,
-    (RunState.RUNNING, Finished): [Close("talker")],
-    (RunState.RUNNING, Failed): [Close("talker"), Stop("voice"), Stop("thinker"), END],
-    (RunState.RUNNING, OpenFailed): [Close("talker"), Stop("voice"), Stop("thinker"), END],
-    (RunState.CLOSED, Accepted): IGNORED,
-    (RunState.CLOSED, Finished): IGNORED,
-    (RunState.CLOSED, Failed): IGNORED,
+    (RunState.OPENING, RunAccepted): [OpenRun("thinker")],
+    (RunState.OPENING, RunFinished): [CloseRun("talker"), StopRun("voice"), EARLY],
+    (RunState.OPENING, RunFailed): [CloseRun("talker"), StopRun("voice"), END],
+    (RunState.OPENING, OpenFailed): [CloseRun("talker"), StopRun("voice"), END],
+    (RunState.RUNNING, RunAccepted): IGNORED,
+    (RunState.RUNNING, RunFinished): [CloseRun("talker")],
+    (RunState.RUNNING, RunFailed): [CloseRun("talker"), StopRun("voice"), StopRun("thinker"), END],
+    (RunState.RUNNING, OpenFailed): [CloseRun("talker"), StopRun("voice"), StopRun("thinker"), END],
+    (RunState.CLOSED, RunAccepted): IGNORED,
+    (RunState.CLOSED, RunFinished): IGNORED,
+    (RunState.CLOSED, RunFailed): IGNORED,
     (RunState.CLOSED, OpenFailed): IGNORED,
 }
 EVENTS = {
-    Accepted: Accepted("talker"),
-    Finished: Finished("talker", "stop", {}),
-    Failed: Failed("talker", OOPS),
+    RunAccepted: RunAccepted("talker"),
+    RunFinished: RunFinished("talker", "stop", {}),
+    RunFailed: RunFailed("talker", OOPS),
     OpenFailed: OpenFailed("talker", OOPS),
 }
 
@@ -103,7 +103,7 @@ def plain(actions):
     """Actions with their error as text: errors are equal only to themselves."""
     return [
         (a.outcome, a.output, a.stage, a.finish_reason, a.usage, a.error.line())
-        if isinstance(a, End) and a.error
+        if isinstance(a, EndRequest) and a.error
         else a
         for a in actions
     ]
@@ -116,48 +116,48 @@ def test_table(state, event):
     assert plain(machine.on(EVENTS[event])) == plain(TABLE[state, event])
 
 
-@pytest.mark.parametrize("event", [life.Cancelled("abort"), Expired(DeadlineExceeded("late", "queue"))])
+@pytest.mark.parametrize("event", [life.RequestCancelled("abort"), RequestExpired(DeadlineExceeded("late", "queue"))])
 def test_a_request_that_never_started_ends_and_is_done(event):
     machine = request()
     [end, done] = machine.on(event)
     assert (end.output, end.stage) == ("audio", "voice")
-    assert done == Done()
-    for more in (Started(), *OPENED, event, Arrived("text", 1)):
-        assert [a for a in machine.on(more) if not isinstance(a, Release)] == []
+    assert done == ForgetRequest()
+    for more in (RequestAdmitted(), *OPENED, event, OutputArrived("text", 1)):
+        assert [a for a in machine.on(more) if not isinstance(a, ReleaseOutput)] == []
 
 
 # --- single lives --------------------------------------------------------------------------------------------------
 def test_a_whole_life():
     machine = request()
-    assert machine.on(Started()) == [Open("voice")]
-    assert machine.on(Accepted("voice")) == [Open("talker")]
-    assert machine.on(Accepted("talker")) == [Open("thinker")]
-    assert machine.on(Accepted("thinker")) == []
-    assert machine.on(Arrived("text", "a")) == [Emit("text", 0, "a")]
-    assert machine.on(Arrived("audio", "b")) == [Emit("audio", 0, "b")]
-    assert machine.on(Arrived("text", "c")) == [Emit("text", 1, "c")]
-    assert machine.on(Finished("thinker", "length", {"tokens": 2})) == [Close("thinker")]
-    assert machine.on(Finished("talker", "stop", {"tokens": 3})) == [Close("talker")]
-    assert machine.on(Arrived("audio", "d")) == [Emit("audio", 1, "d")]
-    assert machine.on(Finished("voice", "stop", {"samples": 9})) == [
-        Close("voice"),
-        End(Outcome.COMPLETED, "audio", "voice", "length", {"tokens": 5, "samples": 9}),
-        Done(),
+    assert machine.on(RequestAdmitted()) == [OpenRun("voice")]
+    assert machine.on(RunAccepted("voice")) == [OpenRun("talker")]
+    assert machine.on(RunAccepted("talker")) == [OpenRun("thinker")]
+    assert machine.on(RunAccepted("thinker")) == []
+    assert machine.on(OutputArrived("text", "a")) == [EmitOutput("text", 0, "a")]
+    assert machine.on(OutputArrived("audio", "b")) == [EmitOutput("audio", 0, "b")]
+    assert machine.on(OutputArrived("text", "c")) == [EmitOutput("text", 1, "c")]
+    assert machine.on(RunFinished("thinker", "length", {"tokens": 2})) == [CloseRun("thinker")]
+    assert machine.on(RunFinished("talker", "stop", {"tokens": 3})) == [CloseRun("talker")]
+    assert machine.on(OutputArrived("audio", "d")) == [EmitOutput("audio", 1, "d")]
+    assert machine.on(RunFinished("voice", "stop", {"samples": 9})) == [
+        CloseRun("voice"),
+        EndRequest(Outcome.COMPLETED, "audio", "voice", "length", {"tokens": 5, "samples": 9}),
+        ForgetRequest(),
     ]
 
 
 def test_text_alone_never_opens_a_speech_stage():
     machine = request(["text"], ["thinker"])
-    assert machine.on(Started()) == [Open("thinker")]
-    assert machine.on(Accepted("thinker")) == []
-    assert machine.on(Finished("thinker", "stop", {})) == [
-        Close("thinker"), End(Outcome.COMPLETED, "text", "thinker", "stop", {}), Done()]  # fmt: skip
+    assert machine.on(RequestAdmitted()) == [OpenRun("thinker")]
+    assert machine.on(RunAccepted("thinker")) == []
+    assert machine.on(RunFinished("thinker", "stop", {})) == [
+        CloseRun("thinker"), EndRequest(Outcome.COMPLETED, "text", "thinker", "stop", {}), ForgetRequest()]  # fmt: skip
 
 
 def test_an_output_nobody_wants_is_released():
-    machine = after(Started(), Accepted("thinker"), wanted=["text"], needed=["thinker"])
-    assert machine.on(Arrived("audio", "x")) == [Release("x")]
-    assert machine.on(Arrived("nonsense", "y")) == [Release("y")]
+    machine = after(RequestAdmitted(), RunAccepted("thinker"), wanted=["text"], needed=["thinker"])
+    assert machine.on(OutputArrived("audio", "x")) == [ReleaseOutput("x")]
+    assert machine.on(OutputArrived("nonsense", "y")) == [ReleaseOutput("y")]
 
 
 @pytest.mark.parametrize("wanted", [("text", "audio"), ("audio",), ("text",)])
@@ -167,71 +167,71 @@ def test_an_abort_at_any_point_ends_under_the_requests_own_final_output(wanted, 
     needed = SPEAKS if "audio" in wanted else ("thinker",)
     machine = request(wanted, needed)
     actions = []
-    for event in [Started(), *[Accepted(s) for s in machine.runs][:cut]]:
+    for event in [RequestAdmitted(), *[RunAccepted(s) for s in machine.runs][:cut]]:
         actions += machine.on(event)
-    actions += machine.on(life.Cancelled("abort"))
-    [end] = [a for a in actions if isinstance(a, End)]
+    actions += machine.on(life.RequestCancelled("abort"))
+    [end] = [a for a in actions if isinstance(a, EndRequest)]
     assert (end.output, end.stage) == (("audio", "voice") if "audio" in wanted else ("text", "thinker"))
     assert end.finish_reason == "abort"
     assert isinstance(end.error, Cancelled)
-    assert machine.on(life.Cancelled("again")) == []
+    assert machine.on(life.RequestCancelled("again")) == []
 
 
 def test_an_abort_after_the_text_has_ended_still_ends_the_audio():
     """#7006 I4, I5: the text is not repeated, the audio gets the end."""
-    machine = after(*OPENED, Arrived("text", 1), Finished("thinker", "stop", {"tokens": 1}))
-    [stop_voice, stop_talker, end] = machine.on(life.Cancelled("abort"))
-    assert (stop_voice, stop_talker) == (Stop("voice"), Stop("talker"))
+    machine = after(*OPENED, OutputArrived("text", 1), RunFinished("thinker", "stop", {"tokens": 1}))
+    [stop_voice, stop_talker, end] = machine.on(life.RequestCancelled("abort"))
+    assert (stop_voice, stop_talker) == (StopRun("voice"), StopRun("talker"))
     assert (end.outcome, end.output, end.stage) == (Outcome.CANCELLED, "audio", "voice")
     assert end.usage == {"tokens": 1}
-    assert machine.on(Arrived("audio", "late")) == [Release("late")]
-    assert machine.on(Finished("talker", STOPPED, {"tokens": 99})) == [Close("talker")]
-    assert machine.on(Finished("voice", STOPPED, {})) == [Close("voice"), Done()]
+    assert machine.on(OutputArrived("audio", "late")) == [ReleaseOutput("late")]
+    assert machine.on(RunFinished("talker", STOPPED, {"tokens": 99})) == [CloseRun("talker")]
+    assert machine.on(RunFinished("voice", STOPPED, {})) == [CloseRun("voice"), ForgetRequest()]
     assert machine.usage == {"tokens": 1}, "a stopped run's usage comes too late to be told"
 
 
 def test_a_run_accepted_after_the_end_is_stopped():
-    machine = after(Started(), Accepted("voice"))
-    assert machine.on(life.Cancelled("abort"))[0] == Stop("voice")
-    assert machine.on(Accepted("talker")) == [Stop("talker")]
-    assert machine.on(Finished("voice", STOPPED, {})) == [Close("voice")]
-    assert machine.on(Finished("talker", STOPPED, {})) == [Close("talker"), Done()]
+    machine = after(RequestAdmitted(), RunAccepted("voice"))
+    assert machine.on(life.RequestCancelled("abort"))[0] == StopRun("voice")
+    assert machine.on(RunAccepted("talker")) == [StopRun("talker")]
+    assert machine.on(RunFinished("voice", STOPPED, {})) == [CloseRun("voice")]
+    assert machine.on(RunFinished("talker", STOPPED, {})) == [CloseRun("talker"), ForgetRequest()]
 
 
 def test_completion_stops_what_still_runs():
     machine = after(*OPENED)
-    machine.on(Finished("thinker", "stop", {}))
-    actions = machine.on(Finished("voice", "stop", {}))  # the vocoder met the end of speech first
-    assert [type(a) for a in actions] == [Close, Stop, End]
-    assert actions[1] == Stop("talker")
-    assert machine.on(Finished("talker", STOPPED, {})) == [Close("talker"), Done()]
+    machine.on(RunFinished("thinker", "stop", {}))
+    actions = machine.on(RunFinished("voice", "stop", {}))  # the vocoder met the end of speech first
+    assert [type(a) for a in actions] == [CloseRun, StopRun, EndRequest]
+    assert actions[1] == StopRun("talker")
+    assert machine.on(RunFinished("talker", STOPPED, {})) == [CloseRun("talker"), ForgetRequest()]
 
 
 def test_a_run_that_stops_without_being_asked_is_a_failure():
-    actions = after(*OPENED).on(Finished("talker", STOPPED, {}))
-    [end] = [a for a in actions if isinstance(a, End)]
+    actions = after(*OPENED).on(RunFinished("talker", STOPPED, {}))
+    [end] = [a for a in actions if isinstance(a, EndRequest)]
     assert end.outcome is Outcome.FAILED
     assert end.error.line() == "[stage_failed:talker] stopped without being asked to"
 
 
 def test_a_failure_that_names_no_place_gets_the_stages():
-    actions = after(*OPENED).on(Failed("voice", Unavailable("no"), lost=True))
-    assert actions[0] == Close("voice", lost=True)
-    [end] = [a for a in actions if isinstance(a, End)]
+    actions = after(*OPENED).on(RunFailed("voice", Unavailable("no"), lost=True))
+    assert actions[0] == CloseRun("voice", lost=True)
+    [end] = [a for a in actions if isinstance(a, EndRequest)]
     assert end.error.where == "voice"
 
 
 def test_a_run_that_ends_before_it_is_accepted_is_a_failure():
     """Nothing may wait for ever: its producers cannot be opened, they need its address."""
-    machine = after(Started())
-    close, end, done = machine.on(Finished("voice", "stop", {}))
-    assert (close, done) == (Close("voice"), Done())
+    machine = after(RequestAdmitted())
+    close, end, done = machine.on(RunFinished("voice", "stop", {}))
+    assert (close, done) == (CloseRun("voice"), ForgetRequest())
     assert end.error.line() == "[stage_failed:voice] ended before it was accepted"
 
 
 def test_every_way_a_request_can_fail_names_one_error():
-    for event in (Failed("talker", OOPS), OpenFailed("talker", OOPS), Expired(OOPS)):
-        [end] = [a for a in after(*OPENED).on(event) if isinstance(a, End)]
+    for event in (RunFailed("talker", OOPS), OpenFailed("talker", OOPS), RequestExpired(OOPS)):
+        [end] = [a for a in after(*OPENED).on(event) if isinstance(a, EndRequest)]
         assert end.error is OOPS
         assert end.finish_reason == "error"
 
@@ -269,19 +269,19 @@ class World:
         self.emitted = Counter()
 
     def tell(self, event):
-        if isinstance(event, Arrived):
+        if isinstance(event, OutputArrived):
             self.made += 1
         actions = self.machine.on(event)
         for action in actions:
             assert not self.done, "something after Done"
             self.take(action)
-        if self.end is None and not isinstance(event, Started):
+        if self.end is None and not isinstance(event, RequestAdmitted):
             waiting = self.asked - self.closed
             assert waiting or not self.asked, "nothing will ever happen again"
 
     def take(self, action):
         match action:
-            case Open(stage):
+            case OpenRun(stage):
                 assert self.end is None
                 assert stage in self.machine.needed
                 assert stage not in self.asked, "opened twice"
@@ -289,23 +289,23 @@ class World:
                 downstream = self.machine.pipeline.downstream(stage, self.machine.needed)
                 assert downstream <= self.accepted | self.closed, "consumers first"
                 self.asked.add(stage)
-            case Emit(output, index, item):
+            case EmitOutput(output, index, item):
                 assert self.end is None
                 assert output in self.machine.wanted
                 assert index == self.emitted[output], "in order, without gaps"
                 self.emitted[output] += 1
                 self.items[item] += 1
-            case Release(item):
+            case ReleaseOutput(item):
                 self.items[item] += 1
-            case Stop(stage):
+            case StopRun(stage):
                 assert stage in self.accepted - self.closed
                 assert stage not in self.stopped, "stopped twice"
                 self.stopped.add(stage)
-            case Close(stage):
+            case CloseRun(stage):
                 assert stage in self.asked
                 assert stage not in self.closed, "closed twice"
                 self.closed.add(stage)
-            case End():
+            case EndRequest():
                 assert self.end is None, "two ends"
                 self.end = action
                 assert (
@@ -313,7 +313,7 @@ class World:
                     == [o.name for o in self.machine.pipeline.outputs if o.name in self.machine.wanted][-1]
                 )
                 assert action.stage == self.outputs[action.output]
-            case Done():
+            case ForgetRequest():
                 assert self.end is not None
                 assert self.closed == self.asked
                 self.done = True
@@ -327,30 +327,30 @@ class World:
             stage = next(iter(opening))
             if rng.random() < 0.93:
                 self.accepted.add(stage)
-                self.tell(Accepted(stage))
+                self.tell(RunAccepted(stage))
             else:
-                kind = rng.choice((OpenFailed, Failed))
+                kind = rng.choice((OpenFailed, RunFailed))
                 self.tell(kind(stage, OOPS))
         elif running and dice < 0.55:
             stage = rng.choice(sorted(running))
             late = stage in self.stopped and rng.random() < 0.8
-            self.tell(Finished(stage, STOPPED if late else rng.choice(("stop", "length")), {"n": 1}))
+            self.tell(RunFinished(stage, STOPPED if late else rng.choice(("stop", "length")), {"n": 1}))
         elif running and dice < 0.58:
-            self.tell(Failed(rng.choice(sorted(running)), OOPS, rng.random() < 0.5))
+            self.tell(RunFailed(rng.choice(sorted(running)), OOPS, rng.random() < 0.5))
         elif dice < 0.60:
-            self.tell(rng.choice((life.Cancelled("abort"), Expired(OOPS))))
+            self.tell(rng.choice((life.RequestCancelled("abort"), RequestExpired(OOPS))))
         elif dice < 0.65 and self.asked:  # late or repeated news of any stage
             stage = rng.choice(sorted(self.asked))
             if stage in self.closed:
                 late = (
-                    Accepted(stage),
-                    Finished(stage, "stop", {}),
-                    Failed(stage, OOPS, True),
+                    RunAccepted(stage),
+                    RunFinished(stage, "stop", {}),
+                    RunFailed(stage, OOPS, True),
                     OpenFailed(stage, OOPS),
                 )
                 self.tell(rng.choice(late))
         else:
-            self.tell(Arrived(rng.choice(list(self.outputs)), self.made))
+            self.tell(OutputArrived(rng.choice(list(self.outputs)), self.made))
 
 
 def test_random_lives():
@@ -359,14 +359,19 @@ def test_random_lives():
     for _ in range(20_000):
         world = World(rng, *rng.choice(CASES))
         if rng.random() < 0.98:
-            world.tell(Started())
+            world.tell(RequestAdmitted())
         for _ in range(400):
             if world.done:
                 break
             world.step()
         assert world.done, "a life that does not end"
-        for event in (life.Cancelled("late"), Expired(OOPS), Arrived("text", world.made), Started()):
-            if isinstance(event, Arrived):
+        for event in (
+            life.RequestCancelled("late"),
+            RequestExpired(OOPS),
+            OutputArrived("text", world.made),
+            RequestAdmitted(),
+        ):
+            if isinstance(event, OutputArrived):
                 world.done = False  # a late item is still released
                 world.tell(event)
                 world.done = True

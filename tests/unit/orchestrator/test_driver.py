@@ -127,7 +127,7 @@ def test_requests_are_listed_oldest_first_with_age_phase_and_stages(play):
         s.ask(GenerateRequest(operation="abort", target=each))
     assert client.ended.event.outcome == second.ended.event.outcome == "cancelled"
     _, opened, _ = s.take_call()
-    s.stages["tokens"].reply(s.hub.address, msg.Accepted(second.run, s.stages["tokens"].hub.address))
+    s.stages["tokens"].reply(s.hub.address, msg.AcceptedMessage(second.run, s.stages["tokens"].hub.address))
     s.answer(opened)
     s.finish("tokens", second.run, "stopped")
     end_all(s, run)
@@ -142,7 +142,7 @@ def test_collected_is_the_streamed_pieces_joined(play):
             s.stages["tokens"].put(r, "text", i, text=word)
             s.stages["wave"].put(r, "audio", i, sound(10 * i, i), sample_rate=24_000)
             s.turn()
-        s.stages["tokens"].link.send(msg.Progress(r, {"step": 1}))
+        s.stages["tokens"].link.send(msg.ProgressMessage(r, {"step": 1}))
         for stage in ("tokens", "frames", "wave"):
             s.finish(stage, r)
     assert whole.pieces == []
@@ -334,7 +334,7 @@ def test_silence_has_a_deadline_that_names_the_stage(play):
     s.turn()
     s.finish("tokens", run)
     s.pass_time(4.0)
-    s.stages["frames"].link.send(msg.Progress(run, {}))
+    s.stages["frames"].link.send(msg.ProgressMessage(run, {}))
     s.turn()
     s.pass_time(4.0)
     assert not client.over, "progress is a sign of life"
@@ -451,7 +451,7 @@ def test_an_abort_reports_what_was_delivered(play):
     s.stages["tokens"].put(run, "text", 0, text="ab", token_ids=[5, 6])
     s.stages["wave"].put(run, "audio", 0, sound(20_000, 1))
     s.turn()
-    s.stages["tokens"].link.send(msg.Finished(run, "stop", {"prompt_tokens": 3, "completion_tokens": 2}))
+    s.stages["tokens"].link.send(msg.FinishedMessage(run, "stop", {"prompt_tokens": 3, "completion_tokens": 2}))
     s.stages["wave"].put(run, "audio", 1, sound(500, 1))
     s.turn()
     abort(s, "req")
@@ -468,7 +468,7 @@ def test_what_comes_after_an_abort_is_given_back_and_not_sent(play):
     abort(s, "req")
     s.stages["tokens"].put(run, "text", 1, text="b")
     s.stages["wave"].put(run, "audio", 0, sound(20_000, 1))
-    s.stages["tokens"].link.send(msg.Progress(run, {}))
+    s.stages["tokens"].link.send(msg.ProgressMessage(run, {}))
     s.turn()
     assert client.text == "a"
     assert (client.ended.event.output, client.ended.event.stage) == ("audio", "wave")
@@ -486,7 +486,7 @@ def test_a_client_that_leaves_in_any_phase(play, accepted, answered):
     for _ in range(accepted):
         message, opened, _ = s.take_call()
         stage = s.stage_of(message)
-        stage.reply(message.reply, msg.Accepted(run, stage.hub.address))
+        stage.reply(message.reply, msg.AcceptedMessage(run, stage.hub.address))
         s.turn()
         if answered:
             s.answer(opened)
@@ -499,7 +499,7 @@ def test_a_client_that_leaves_in_any_phase(play, accepted, answered):
     if accepted < 3:  # one more is being opened: it is stopped as soon as it is accepted
         message, opened, _ = s.take_call()
         stage = s.stage_of(message)
-        stage.reply(message.reply, msg.Accepted(run, stage.hub.address))
+        stage.reply(message.reply, msg.AcceptedMessage(run, stage.hub.address))
         s.answer(opened)
     s.turn()
     stopped = [name for name, st in s.stages.items() if st.stops == [run]]
@@ -545,7 +545,7 @@ def test_a_run_refused_over_the_link_before_bls_answers(play):
     client = s.ask(chat("text"))
     message, opened, _ = s.take_call()
     stage = s.stages["tokens"]
-    stage.reply(message.reply, msg.Failed(message.run, msg.ErrorInfo("bad_request", "no", "stages.tokens.x")))
+    stage.reply(message.reply, msg.FailedMessage(message.run, msg.ErrorInfo("bad_request", "no", "stages.tokens.x")))
     s.turn()
     assert client.failed.where == "stages.tokens.x"
     assert client.run in s.orchestrator.lives
@@ -557,7 +557,9 @@ def test_a_run_refused_over_the_link_and_by_bls(play):
     s = play()
     client = s.ask(chat("text"))
     message, _, failed = s.take_call()
-    s.stages["tokens"].reply(message.reply, msg.Failed(message.run, msg.ErrorInfo("stage_failed", "no", "tokens")))
+    s.stages["tokens"].reply(
+        message.reply, msg.FailedMessage(message.run, msg.ErrorInfo("stage_failed", "no", "tokens"))
+    )
     s.turn()
     failed(Unavailable("gone", "tokens"))
     s.turn()
@@ -644,7 +646,7 @@ def test_an_open_that_is_answered_after_it_was_given_up(play):
     s.pass_time(STOP_GRACE_S + 0.5)
     assert s.orchestrator.lives == {}
     stage = s.stages["tokens"]
-    stage.reply(message.reply, msg.Accepted(message.run, stage.hub.address))
+    stage.reply(message.reply, msg.AcceptedMessage(message.run, stage.hub.address))
     handle = s.answer(opened)
     s.turn()
     assert s.opener.buried == [handle]
@@ -657,8 +659,8 @@ def test_outputs_of_unknown_runs_are_given_back(play):
     for stage in ("tokens", "frames", "wave"):
         s.finish(stage, run)
     s.stages["wave"].put(run, "audio", 0, sound(10_000, 1))
-    s.stages["wave"].link.send(msg.Finished(run, "stop"))
-    s.stages["wave"].link.send(msg.Stop(run))  # nonsense
+    s.stages["wave"].link.send(msg.FinishedMessage(run, "stop"))
+    s.stages["wave"].link.send(msg.StopMessage(run))  # nonsense
     s.turn()
     assert client.ended is not None
 
@@ -691,9 +693,9 @@ def test_health_tells_the_truth(play):
 def test_a_ping_is_answered(play):
     s = play()
     stage = s.stages["tokens"]
-    stage.reply(s.hub.address, msg.Ping())
+    stage.reply(s.hub.address, msg.PingMessage())
     s.turn()
-    assert msg.Ping("toy/", "ready", 0) in stage.got
+    assert msg.PingMessage("toy/", "ready", 0) in stage.got
 
 
 def test_media_go_to_the_stages_that_take_them(play):
@@ -727,9 +729,9 @@ def opening(play, tmp_path):
     client = s.ask(chat("text"))
     message, opened, _ = s.take_call()
     stub = s.stages["stub"] = ScriptedStage(tmp_path, PIPELINE, "tokens", 1)
-    stub.reply(message.reply, msg.Received(message.run))
+    stub.reply(message.reply, msg.ReceivedMessage(message.run))
     s.answer(opened)
-    accepted = msg.Accepted(message.run, s.stages["tokens"].hub.address)
+    accepted = msg.AcceptedMessage(message.run, s.stages["tokens"].hub.address)
     return s, client, lambda: (s.stages["tokens"].reply(message.reply, accepted), s.turn())
 
 
@@ -773,7 +775,7 @@ def test_a_stub_heard_after_its_worker_changes_nothing(play, tmp_path):
     client = s.ask(chat("text"))
     message = s.accept()
     s.stages["stub"] = ScriptedStage(tmp_path, PIPELINE, "tokens", 1)
-    s.stages["stub"].reply(message.reply, msg.Received(message.run))
+    s.stages["stub"].reply(message.reply, msg.ReceivedMessage(message.run))
     s.turn()
     s.kill("stub")
     s.finish("tokens", client.run, "stop")
@@ -795,7 +797,7 @@ def test_when_nothing_can_be_opened_any_more_those_who_wait_for_it_fail_and_the_
     s.finish("tokens", open_run.run)
     assert open_run.ended is not None
     s.answer(opened)  # it came back after all
-    s.stages["tokens"].reply(message.reply, msg.Accepted(message.run, s.stages["tokens"].hub.address))
+    s.stages["tokens"].reply(message.reply, msg.AcceptedMessage(message.run, s.stages["tokens"].hub.address))
     s.turn()
     assert s.stages["tokens"].stops == [message.run]
     assert s.opener.buried == s.opener.handles[-1:]
@@ -811,7 +813,7 @@ def test_an_open_that_was_failed_is_put_away_also_while_its_request_still_ends(p
     assert client.failed.line() == "[unavailable:frames] Triton opens no runs any more"
     s.opener.stuck = False
     handle = s.answer(opened)  # it came back, and the first stage has not stopped yet
-    s.stages["frames"].reply(message.reply, msg.Accepted(message.run, s.stages["frames"].hub.address))
+    s.stages["frames"].reply(message.reply, msg.AcceptedMessage(message.run, s.stages["frames"].hub.address))
     s.turn()
     assert s.stages["frames"].stops == [message.run], "else it would run to its natural end, for nobody"
     assert s.opener.buried == [handle]

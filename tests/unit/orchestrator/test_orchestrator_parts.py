@@ -14,7 +14,7 @@ from triton_omni.backends.core.generate import GenerateRequest, Message, Part
 from triton_omni.backends.core.pipeline import Operation, Output, Pipeline, Stage
 from triton_omni.backends.orchestrator.admission import Admission
 from triton_omni.backends.orchestrator.check import check_request, check_request_id
-from triton_omni.backends.orchestrator.metrics import RUN_OUTCOMES, Metrics, Player
+from triton_omni.backends.orchestrator.metrics import RUN_OUTCOMES, PipelineMetrics, Player
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 
 
@@ -112,7 +112,7 @@ def test_any_printable_id_is_fine(request_id):
 
 
 def test_metrics_add_up():
-    metrics = Metrics(PIPELINE)
+    metrics = PipelineMetrics(PIPELINE)
     for outcome, total_s, usage in (
         ("completed", 0.02, {"tokens": 2}),
         ("cancelled", 400.0, {}),
@@ -130,7 +130,7 @@ def test_metrics_add_up():
 
 
 def test_a_run_without_a_workers_word_is_lost_or_refused():
-    metrics = Metrics(PIPELINE)
+    metrics = PipelineMetrics(PIPELINE)
     edges = {"tokens": Transfer(3, 300, 0.5, 0.25)}
     metrics.run_ended("frames", False, RunStats("finished", 2.0, 0.5, edges))
     metrics.run_ended("frames", False, RunStats("stopped", 1.0, None, edges))
@@ -152,7 +152,7 @@ def test_the_listener_is_the_one_that_clients_measure_with():
     pieces = [
         measures.Piece(at, "audio", length) for at, length in ((1.0, 0.5), (1.25, 0.5), (2.25, 0.25), (2.75, 1.0))
     ]
-    player, metrics = Player(), Metrics(PIPELINE)
+    player, metrics = Player(), PipelineMetrics(PIPELINE)
     for piece in pieces:
         player.hear(piece.at_s, piece.audio_s)
     metrics.heard(player, arrived_s=0.5)

@@ -16,7 +16,7 @@ from tests.kit import engine_driver as drive
 from tests.kit.engine_contract import CHECKS, Subject, check_name
 from triton_omni.backends.codec.engine import CodecEngine, CodecOptions
 from triton_omni.backends.core.chunk import Tensor
-from triton_omni.backends.core.engine import Event, Finished, Output, Run, Send
+from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part
 from triton_omni.backends.pipelines.chat.code2wav import BINS, HibariDecoder
 from triton_omni.backends.pipelines.chat.ear import Segment
@@ -45,11 +45,11 @@ def codes(frames: int) -> Any:
     return drive.codes_chunk(found)
 
 
-def same(event: Event) -> Any:
+def same(event: EngineEvent) -> Any:
     """Everything an event carries, as bytes."""
-    if isinstance(event, Send | Output):
+    if isinstance(event, EngineChunk | EngineOutput):
         return type(event).__name__, event.meta, [(t.spec, drive.array(t).tobytes()) for t in event.tensors]
-    return (type(event).__name__, event.usage) if isinstance(event, Finished) else repr(event)
+    return (type(event).__name__, event.usage) if isinstance(event, EngineFinished) else repr(event)
 
 
 class LevelEar:
@@ -90,7 +90,7 @@ SUBJECTS = {
     ),
     "transcriber": Heard(
         lambda: TranscriberEngine("transcriber", LevelEar(), 200.0), audio(len(SOUND), 5000), audio(len(SOUND) + 1),
-        same=lambda event: repr(event.meta) if isinstance(event, Send) else type(event).__name__,
+        same=lambda event: repr(event.meta) if isinstance(event, EngineChunk) else type(event).__name__,
     ),
 }  # fmt: skip
 

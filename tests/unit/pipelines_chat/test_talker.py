@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("hibari", reason="the engine environment is needed")
 
 from tests.kit import engine_driver as drive
-from triton_omni.backends.core.engine import Event, Failed, Finished, Run, Send
+from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFailed, EngineFinished, Run
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, SpeechParams
 from triton_omni.backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
@@ -54,7 +54,7 @@ def test_a_chunk_per_clause_and_one_end(talker: TalkerEngine) -> None:
     assert len(chunks) == 3
     assert all(codes.dtype == np.int16 and codes.shape[1] == CODES and len(codes) > 40 for codes in chunks)
     end = drive.end(events)
-    assert isinstance(end, Finished) and end.usage["audio_frames"] == sum(map(len, chunks))
+    assert isinstance(end, EngineFinished) and end.usage["audio_frames"] == sum(map(len, chunks))
 
 
 @pytest.mark.parametrize("longest_delta", [1, 4, 20])
@@ -73,23 +73,23 @@ def test_first_clause_leaves_while_the_text_goes_on(talker: TalkerEngine) -> Non
     talker.open(run)
     assert talker.feed(run, "Hello there. How", last=False)
     (event,) = talker.step()
-    assert isinstance(event, Send) and not talker.has_work
+    assert isinstance(event, EngineChunk) and not talker.has_work
     assert talker.feed(run, " are you", last=True)
-    assert isinstance(talker.step()[-1], Finished)
+    assert isinstance(talker.step()[-1], EngineFinished)
 
 
 @pytest.mark.parametrize("text", ["", " \n", "🎉🎉", "**", "---", "你好"])
 def test_nothing_to_say_is_silence_and_a_proper_end(talker: TalkerEngine, text: str) -> None:
     events = drive.run_with(talker, fed_run(), [text, ""])
     assert not drive.codes(events)
-    assert isinstance(drive.end(events), Finished)
+    assert isinstance(drive.end(events), EngineFinished)
 
 
 @pytest.mark.parametrize("text", ["🎉🎉", "...!?", "你好，世界。", "مرحبا"])
 def test_a_text_that_cannot_be_read_is_refused_where_it_is_all_there_is(talker: TalkerEngine, text: str) -> None:
     failed = drive.end(drive.run_with(talker, speech_run(text)))
-    assert isinstance(failed, Failed) and isinstance(failed.error, BadRequest) and failed.error.where == "input"
-    assert isinstance(drive.end(drive.run_with(talker, speech_run(f"{text} Hello."))), Finished)
+    assert isinstance(failed, EngineFailed) and isinstance(failed.error, BadRequest) and failed.error.where == "input"
+    assert isinstance(drive.end(drive.run_with(talker, speech_run(f"{text} Hello."))), EngineFinished)
     assert not talker.has_work
 
 
@@ -111,7 +111,7 @@ def test_runs_take_turns(talker: TalkerEngine) -> None:
         talker.open(run)
     order: list[Run] = []
     while talker.has_work:
-        order += [event.run for event in talker.step() if isinstance(event, Send)]
+        order += [event.run for event in talker.step() if isinstance(event, EngineChunk)]
     assert order == runs * 3
 
 
@@ -121,7 +121,7 @@ def test_blocked_run_waits_and_others_go_on(talker: TalkerEngine) -> None:
         talker.open(run)
     slow.blocked = True
     events = drive.step_until_idle(talker)
-    assert slow not in events and isinstance(drive.end(events[other]), Finished)
+    assert slow not in events and isinstance(drive.end(events[other]), EngineFinished)
     slow.blocked = False
     assert len(drive.codes(drive.step_until_idle(talker)[slow])) == 2
 
@@ -146,7 +146,9 @@ def test_stopped_run_is_silent(talker: TalkerEngine) -> None:
 @pytest.mark.parametrize(("speed", "factor"), [(0.25, 4.0), (0.5, 2.0), (2.0, 0.5), (4.0, 0.25)])
 def test_speed_scales_the_length(talker: TalkerEngine, speed: float, factor: float) -> None:
     def length(at: float) -> int:
-        events: list[Event] = drive.run_with(talker, speech_run("The quick brown fox jumps over the lazy dog.", at))
+        events: list[EngineEvent] = drive.run_with(
+            talker, speech_run("The quick brown fox jumps over the lazy dog.", at)
+        )
         return sum(map(len, drive.codes(events)))
 
     assert length(speed) == pytest.approx(length(1.0) * factor, rel=0.12)
@@ -155,7 +157,7 @@ def test_speed_scales_the_length(talker: TalkerEngine, speed: float, factor: flo
 @pytest.mark.parametrize("text", ["9" * 40, f"It costs ${'7' * 60}.", "i̇$①", f"{'1' * 37}th"])
 def test_numbers_beyond_the_reader_are_spelled(talker: TalkerEngine, text: str) -> None:
     events = drive.run_with(talker, speech_run(text))
-    assert isinstance(drive.end(events), Finished)
+    assert isinstance(drive.end(events), EngineFinished)
     assert sum(map(len, drive.codes(events))) > 40
 
 
@@ -167,5 +169,5 @@ def test_an_unreadable_clause_ends_its_own_run_only(
     with monkeypatch.context() as patch:
         patch.setattr(voice, "phonemes", lambda _text: [].pop())
         failed = talker.step()
-    assert [type(event) for event in failed] == [Failed] and not talker.has_work
-    assert isinstance(drive.end(drive.run_with(talker, speech_run(TEXT))), Finished)
+    assert [type(event) for event in failed] == [EngineFailed] and not talker.has_work
+    assert isinstance(drive.end(drive.run_with(talker, speech_run(TEXT))), EngineFinished)

@@ -10,7 +10,7 @@ import pytest
 from tests.kit import engine_driver as drive
 from triton_omni.backends.config.paths import models_dir
 from triton_omni.backends.core.chunk import Tensor
-from triton_omni.backends.core.engine import Finished, Output, Progress, Run, Send
+from triton_omni.backends.core.engine import EngineChunk, EngineFinished, EngineOutput, EngineProgress, Run
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part, TranscriptionParams
 from triton_omni.backends.pipelines.chat.align import Word, best_path, first_frames, loud_frames, words_at
@@ -51,17 +51,17 @@ def asking(*clips: tuple[float, float]) -> Run:
 def test_every_part_has_its_transcript_in_order() -> None:
     run = asking((0.1, 1), (0.2, 2), (0.3, 0.5))
     events = drive.run_with(engine(), run)
-    sent = [event.meta for event in events if isinstance(event, Send)]
+    sent = [event.meta for event in events if isinstance(event, EngineChunk)]
     assert sent == [{"index": 0, "text": "10"}, {"index": 1, "text": "20"}, {"index": 2, "text": "30"}]
     end = drive.end(events)
-    assert isinstance(end, Finished) and end.usage == {"audio_input_s": 3.5}
+    assert isinstance(end, EngineFinished) and end.usage == {"audio_input_s": 3.5}
 
 
 def test_a_long_part_is_one_transcript_and_shows_progress() -> None:
     run = asking((0.4, 70))
     events = drive.run_with(engine(), run)
-    assert [e.meta for e in events if isinstance(e, Send)] == [{"index": 0, "text": "40 40 40"}]
-    heard = [e.meta["heard_s"] for e in events if isinstance(e, Progress)]
+    assert [e.meta for e in events if isinstance(e, EngineChunk)] == [{"index": 0, "text": "40 40 40"}]
+    heard = [e.meta["heard_s"] for e in events if isinstance(e, EngineProgress)]
     assert len(heard) == 3 and heard == sorted(heard) and heard[-1] == 70.0
 
 
@@ -69,18 +69,18 @@ def test_a_client_gets_timed_segments_of_all_the_audio() -> None:
     run = asking((0.4, 40))
     run.wanted, run.feeds = frozenset({"transcript"}), False
     events = drive.run_with(engine(), run)
-    said = [event.meta for event in events if isinstance(event, Output)]
+    said = [event.meta for event in events if isinstance(event, EngineOutput)]
     assert "".join(meta["text"] for meta in said) == "40 40 40 40"
     times = [at_s for meta in said for at_s in (meta["start_s"], meta["end_s"])]
     assert times == sorted(times) and (times[0], times[-1]) == (0.0, 40.0)
-    assert not any(isinstance(event, Send) for event in events)
+    assert not any(isinstance(event, EngineChunk) for event in events)
 
 
 def test_words_have_the_times_of_all_the_audio_and_come_only_if_asked_for() -> None:
     run = asking((0.4, 40))
     run.request = msgspec.structs.replace(run.request, transcription=TranscriptionParams(word_timestamps=True))
     run.wanted, run.feeds = frozenset({"transcript"}), False
-    said = [event.meta for event in drive.run_with(engine(), run) if isinstance(event, Output)]
+    said = [event.meta for event in drive.run_with(engine(), run) if isinstance(event, EngineOutput)]
     assert all(meta["words"][0]["start_s"] == meta["start_s"] for meta in said if meta["words"])
     assert [len(meta["words"]) for meta in said] == [1, 0, 1, 0]
 
@@ -113,14 +113,14 @@ def test_the_last_word_ends_with_the_sound() -> None:
 
 def test_silence_is_an_empty_transcript() -> None:
     events = drive.run_with(engine(), asking((0.0, 40)))
-    assert [e.meta for e in events if isinstance(e, Send)] == [{"index": 0, "text": ""}]
+    assert [e.meta for e in events if isinstance(e, EngineChunk)] == [{"index": 0, "text": ""}]
 
 
 def test_a_long_recording_does_not_hold_up_a_short_one() -> None:
     hearing, long, short = engine(), asking((0.5, 100)), asking((0.2, 1))
     hearing.open(long)
     hearing.open(short)
-    order = [event.run for _ in range(2) for event in hearing.step() if isinstance(event, Progress)]
+    order = [event.run for _ in range(2) for event in hearing.step() if isinstance(event, EngineProgress)]
     assert order == [long, short]
     assert short not in hearing._runs
     assert len(drive.step_until_idle(hearing)[long]) == 3 + 2  # three windows more, the transcript, the end

@@ -12,7 +12,7 @@ import pytest
 from tests.kit.engine_contract import CHECKS, Subject, check_name, feed_all
 from tests.kit.worker_harness import chat
 from triton_omni.backends.core.chunk import Chunk, Tensor
-from triton_omni.backends.core.engine import Failed, Finished, Output, Progress, Send
+from triton_omni.backends.core.engine import EngineChunk, EngineFailed, EngineFinished, EngineOutput, EngineProgress
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part, SpeechParams
 from triton_omni.backends.core.pipeline import EngineContext
@@ -55,32 +55,32 @@ def run_alone(stage, request):
 
 def test_tokens_and_their_usage():
     events = run_alone("tokens", chat(3))
-    assert [e.meta["text"] for e in events if isinstance(e, Output)] == ["w0 ", "w1 ", "w2 "]
-    assert [e.meta["token"] for e in events if isinstance(e, Send)] == [0, 1, 2]
+    assert [e.meta["text"] for e in events if isinstance(e, EngineOutput)] == ["w0 ", "w1 ", "w2 "]
+    assert [e.meta["token"] for e in events if isinstance(e, EngineChunk)] == [0, 1, 2]
     assert events[-1].usage == {"prompt_tokens": 3, "completion_tokens": 3}
 
 
 def test_the_sine_goes_on_without_a_break():
-    audio = np.concatenate([e.tensors[0].data for e in run_alone("wave", chat()) if isinstance(e, Output)])
+    audio = np.concatenate([e.tensors[0].data for e in run_alone("wave", chat()) if isinstance(e, EngineOutput)])
     assert np.array_equal(audio, engines.sine(0, 10 * engines.SAMPLES_PER_FRAME))
     assert audio.dtype == np.float32
     assert 0.24 < np.abs(audio).max() <= 0.25
 
 
 def test_frames_carry_their_tokens_number():
-    sent = [e for e in run_alone("frames", chat(2)) if isinstance(e, Send)]
+    sent = [e for e in run_alone("frames", chat(2)) if isinstance(e, EngineChunk)]
     assert [e.meta["token"] for e in sent] == list(range(7))
     for e in sent:
         assert engines.rows_of(Chunk(b"r", "frames", 0, False, e.tensors, e.meta)) == engines.FRAMES_PER_TOKEN
 
 
 def test_misbehaviour_on_request():
-    assert isinstance(run_alone("tokens", chat(9, tokens={"fail_after": 2}))[-1], Failed)
-    assert [e.meta for e in run_alone("tokens", chat(2, tokens={"progress": True})) if isinstance(e, Progress)] == [
-        {"made": 0}, {"made": 1}]  # fmt: skip
+    assert isinstance(run_alone("tokens", chat(9, tokens={"fail_after": 2}))[-1], EngineFailed)
+    events = run_alone("tokens", chat(2, tokens={"progress": True}))
+    assert [event.meta for event in events if isinstance(event, EngineProgress)] == [{"made": 0}, {"made": 1}]
     engine, run = make("tokens"), SUBJECTS["tokens"].run(chat(9, tokens={"hold_after": 3, "burst": 5}))
     engine.open(run)
-    assert len([e for e in engine.step() if isinstance(e, Output)]) == 3
+    assert len([e for e in engine.step() if isinstance(e, EngineOutput)]) == 3
     assert not engine.has_work
     engine, run = make("tokens"), SUBJECTS["tokens"].run(chat(9, tokens={"raise_after": 0}))
     engine.open(run)
@@ -111,7 +111,7 @@ def test_dying_on_request_is_a_kill():
 
 
 def test_payloads_are_checked_where_they_arrive():
-    sent = [e for e in run_alone("tokens", chat(3, tokens={"frame_bytes": 50})) if isinstance(e, Send)]
+    sent = [e for e in run_alone("tokens", chat(3, tokens={"frame_bytes": 50})) if isinstance(e, EngineChunk)]
     for index, e in enumerate(sent):
         assert engines.token_of(Chunk(b"r", "tokens", index, False, e.tensors, e.meta)) == index
     with pytest.raises(StageFailed, match="payload is not what was sent"):
@@ -142,6 +142,6 @@ def test_what_the_toy_cannot_do_is_named(request_, field):
 
 def test_the_pipeline_is_found_by_its_folder():
     assert load("toy") is PIPELINE
-    assert {type(e) for e in run_alone("wave", chat())} == {Output, Finished}
+    assert {type(e) for e in run_alone("wave", chat())} == {EngineOutput, EngineFinished}
     with pytest.raises(LookupError, match="there is no pipeline 'nothing'"):
         load("nothing")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from triton_omni.backends.core.engine import Finished, Output, Run
+from triton_omni.backends.core.engine import EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.generate import GenerateRequest, Sampling
 from triton_omni.backends.pipelines.toy.engines import ToyEngine, tokens
 
@@ -15,5 +15,5 @@ def test_only_every_so_many_th_output_goes_to_the_client():
     events = []
     while engine.has_work:
         events += engine.step()
-    assert [e.meta["text"] for e in events if isinstance(e, Output)] == ["w0 ", "w3 ", "w6 "]
-    assert isinstance(events[-1], Finished) and events[-1].usage["completion_tokens"] == 7
+    assert [e.meta["text"] for e in events if isinstance(e, EngineOutput)] == ["w0 ", "w3 ", "w6 "]
+    assert isinstance(events[-1], EngineFinished) and events[-1].usage["completion_tokens"] == 7

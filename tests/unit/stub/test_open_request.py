@@ -24,16 +24,16 @@ GENUINE: dict[str, Any] = {
 }
 
 
-def read(data: bytes, has_inputs: bool = False) -> msg.Open:
+def read(data: bytes, has_inputs: bool = False) -> msg.OpenMessage:
     return read_open(data, load("toy"), "frames", RUN_DIR, has_inputs)
 
 
 def test_the_orchestrators_open_is_taken() -> None:
-    message = msg.Open(**GENUINE)
+    message = msg.OpenMessage(**GENUINE)
     assert read(msg.encode(message)) == message
 
 
-@pytest.mark.parametrize("data", [b"", b"\x01\x02\x03", b"\xff" * 100, msg.encode(msg.Stop(b"r" * 16))])
+@pytest.mark.parametrize("data", [b"", b"\x01\x02\x03", b"\xff" * 100, msg.encode(msg.StopMessage(b"r" * 16))])
 def test_what_is_no_open_is_the_callers_fault(data: bytes) -> None:
     with pytest.raises(BadRequest, match="not an Open message") as caught:
         read(data)
@@ -60,5 +60,5 @@ def test_what_is_no_open_is_the_callers_fault(data: bytes) -> None:
 )
 def test_a_forged_open_is_refused(forged: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match="belongs to the orchestrator") as caught:
-        read(msg.encode(msg.Open(**(GENUINE | forged))))
+        read(msg.encode(msg.OpenMessage(**(GENUINE | forged))))
     assert caught.value.where == "open"

@@ -37,7 +37,7 @@ def make(tmp_path):
 
 
 def lines(ends):
-    return [end.error.error().line() for end in ends if isinstance(end, msg.Failed)]
+    return [end.error.error().line() for end in ends if isinstance(end, msg.FailedMessage)]
 
 
 # --- opening -----------------------------------------------------------------------------------------------------
@@ -49,12 +49,12 @@ def test_all_opens_of_one_long_step_join_at_its_end(make):
     calls = [b.call(request=chat(2)) for _ in range(n)]
     b.turn()
     assert [client.sent for client, _ in calls] == [["ack"]] * n
-    assert {m.run for m in b.orchestrator.of(msg.Received)} == {run for _, run in calls}
+    assert {m.run for m in b.orchestrator.of(msg.ReceivedMessage)} == {run for _, run in calls}
     assert (len(worker.records), worker.numbers["steps"]) == (0, 0)
     worker.turn(0)
     assert (len(worker.records), worker.numbers["steps"]) == (n, 1)
     b.turn()
-    assert len(b.orchestrator.of(msg.Accepted)) == n
+    assert len(b.orchestrator.of(msg.AcceptedMessage)) == n
     assert b.orchestrator.texts == ["w0 "] * n, "the first step was everybody's"
 
 
@@ -63,8 +63,8 @@ def test_an_orchestrators_call_is_received_acknowledged_and_handed_over(make):
     client, run = b.call()
     b.turn()
     assert client.sent == ["ack"]
-    assert b.told(run) == [msg.Received(run)]
-    assert [type(m) for m in b.worker_reads()] == [msg.Open]
+    assert b.told(run) == [msg.ReceivedMessage(run)]
+    assert [type(m) for m in b.worker_reads()] == [msg.OpenMessage]
 
 
 def test_a_run_that_is_open_already_is_refused_in_the_first_response(make):
@@ -74,7 +74,7 @@ def test_a_run_that_is_open_already_is_refused_in_the_first_response(make):
     b.turn()
     assert lines([second.sent[0][1]]) == ["[bad_request:open] this run is open already"]
     assert first.sent == ["ack"]
-    assert b.told(run) == [msg.Received(run)], "nothing is said of the first"
+    assert b.told(run) == [msg.ReceivedMessage(run)], "nothing is said of the first"
 
 
 def test_a_call_of_a_dead_orchestrator_gets_nothing(make, tmp_path):
@@ -93,11 +93,11 @@ def test_inputs_wait_for_room_and_other_calls_do_not(make):
     _, small = b.call()
     b.turn()
     arrived = b.worker_reads()
-    assert [m.run for m in arrived if isinstance(m, msg.Open)] == [*waiting[:2], small]
+    assert [m.run for m in arrived if isinstance(m, msg.OpenMessage)] == [*waiting[:2], small]
     for chunk in (m for m in arrived if isinstance(m, Chunk)):
         b.to_stub.release(chunk)
     b.turn()
-    assert [m.run for m in b.worker_reads() if isinstance(m, msg.Open)] == waiting[2:]
+    assert [m.run for m in b.worker_reads() if isinstance(m, msg.OpenMessage)] == waiting[2:]
 
 
 # --- ends: one per run, FINAL first ------------------------------------------------------------------------------
@@ -105,30 +105,30 @@ def test_an_accepted_runs_end_is_told_by_its_worker(make):
     b = make()
     client, run = b.call()
     b.turn()
-    b.to_stub.send(msg.Accepted(run))
-    b.to_stub.send(msg.Finished(run, "stop"))
+    b.to_stub.send(msg.AcceptedMessage(run))
+    b.to_stub.send(msg.FinishedMessage(run, "stop"))
     b.turn()
     assert client.sent == ["ack", FINAL]
     b.worker_reads()
     client.close()
     b.turn()
-    assert b.worker_reads() == [msg.Release(run)]
-    assert b.told(run) == [msg.Received(run)]
+    assert b.worker_reads() == [msg.ReleaseMessage(run)]
+    assert b.told(run) == [msg.ReceivedMessage(run)]
 
 
 def test_a_refused_runs_end_is_told_by_us_after_its_final(make):
     b = make()
     client, run = b.call()
     b.turn()
-    refusal = msg.Failed(run, ErrorInfo("bad_request", "no such voice", "voice"))
+    refusal = msg.FailedMessage(run, ErrorInfo("bad_request", "no such voice", "voice"))
     b.to_stub.send(refusal)
     b.turn()
     assert client.sent == ["ack", FINAL]
-    assert b.told(run) == [msg.Received(run)]
+    assert b.told(run) == [msg.ReceivedMessage(run)]
     client.close()
     b.turn()
-    assert b.told(run) == [msg.Received(run), refusal]
-    assert [type(m) for m in b.worker_reads()] == [msg.Open], "nothing to release"
+    assert b.told(run) == [msg.ReceivedMessage(run), refusal]
+    assert [type(m) for m in b.worker_reads()] == [msg.OpenMessage], "nothing to release"
 
 
 @pytest.mark.parametrize("accepted", [False, True])
@@ -138,7 +138,7 @@ def test_a_death_ends_every_call_the_worker_had(make, accepted):
     client, run = b.call()
     b.turn()
     if accepted:
-        b.to_stub.send(msg.Accepted(run))
+        b.to_stub.send(msg.AcceptedMessage(run))
     b.worker_dies()
     b.turn()
     assert client.sent == ["ack", FINAL]
@@ -153,8 +153,8 @@ def test_a_death_between_the_last_word_and_the_release_is_a_failure(make):
     b = make()
     client, run = b.call()
     b.turn()
-    b.to_stub.send(msg.Accepted(run))
-    b.to_stub.send(msg.Finished(run, "stop"))
+    b.to_stub.send(msg.AcceptedMessage(run))
+    b.to_stub.send(msg.FinishedMessage(run, "stop"))
     b.turn()
     b.worker_dies()
     b.turn()
@@ -194,7 +194,7 @@ def test_nothing_is_sent_through_triton_to_an_orchestrator_that_died(make, told)
     b = make()
     client, run = b.call()
     b.turn()
-    b.to_stub.send(msg.Accepted(run))
+    b.to_stub.send(msg.AcceptedMessage(run))
     b.turn()
     b.orchestrator_dies()
     if told == "death":
@@ -202,9 +202,9 @@ def test_nothing_is_sent_through_triton_to_an_orchestrator_that_died(make, told)
         b.worker_dies()
         b.loop.turn(0)
     else:
-        b.to_stub.send(msg.Failed(run, ErrorInfo("unavailable", "the orchestrator died"), reply_lost=True))
+        b.to_stub.send(msg.FailedMessage(run, ErrorInfo("unavailable", "the orchestrator died"), reply_lost=True))
         b.loop.turn(0)
-        assert b.worker_reads()[-1] == msg.Release(run)
+        assert b.worker_reads()[-1] == msg.ReleaseMessage(run)
     assert client.sent == ["ack"]
 
 
@@ -213,17 +213,17 @@ def test_a_direct_call_gets_its_pieces_and_its_end(make):
     b = make()
     client, run = b.call(reply="")
     b.turn()
-    b.to_stub.send(msg.Accepted(run))
+    b.to_stub.send(msg.AcceptedMessage(run))
     for index in range(2):
         assert b.to_stub.put(Chunk(run, "@text", index, meta={"text": "x"}))
-    end = msg.Finished(run, "length")
+    end = msg.FinishedMessage(run, "length")
     b.to_stub.send(end)
     b.turn()
     assert client.sent == [("text", 0), ("text", 1), ("FINAL", end)]
     b.worker_reads()
     client.close()
     b.turn()
-    assert b.worker_reads() == [msg.Release(run)]
+    assert b.worker_reads() == [msg.ReleaseMessage(run)]
     assert b.to_stub.connector.in_flight == 0
     assert b.orchestrator.got == []
 
@@ -234,7 +234,7 @@ def test_a_direct_call_whose_client_leaves_is_stopped(make):
     b.turn()
     client.gone()
     b.turn()
-    assert b.worker_reads()[-1] == msg.Stop(run)
+    assert b.worker_reads()[-1] == msg.StopMessage(run)
 
 
 def test_a_direct_call_whose_client_leaves_before_there_is_room_never_reaches_the_worker(make):
@@ -250,7 +250,9 @@ def test_a_direct_call_whose_client_leaves_before_there_is_room_never_reaches_th
     for chunk in (m for m in arrived if isinstance(m, Chunk)):
         b.to_stub.release(chunk)
     b.turn()
-    assert [m.run for m in arrived + b.worker_reads() if isinstance(m, msg.Open)] == [run for _, run in calls[:2]]
+    assert [m.run for m in arrived + b.worker_reads() if isinstance(m, msg.OpenMessage)] == [
+        run for _, run in calls[:2]
+    ]
 
 
 def test_a_direct_call_hears_of_a_death(make):
@@ -265,7 +267,7 @@ def test_a_direct_call_hears_of_a_death(make):
 # --- the worker --------------------------------------------------------------------------------------------------
 def test_a_first_worker_that_cannot_load_is_the_models_error(make):
     b = make(ready=False)
-    b.to_stub.send(msg.Ping("toy/tokens", "failed", 0, "no weights"))
+    b.to_stub.send(msg.PingMessage("toy/tokens", "failed", 0, "no weights"))
     b.worker_dies()
     b.turn()
     assert (b.loop.settled, b.loop.refusal) == (True, "no weights")
@@ -315,7 +317,7 @@ def test_a_hung_worker_is_killed_and_its_calls_fail(make):
     client, run = b.call()
     b.turn()
     b.clock.now_s += 4
-    b.to_stub.send(msg.Ping("toy/tokens", "ready"))
+    b.to_stub.send(msg.PingMessage("toy/tokens", "ready"))
     b.turn()
     b.clock.now_s += 5
     b.turn()

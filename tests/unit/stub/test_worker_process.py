@@ -72,11 +72,11 @@ def wait_for(hub, kind):
 def test_a_worker_process_lives_serves_and_ends_with_its_stub(tmp_path):
     fds = open_fds()
     with worker(tmp_path / "w.sock") as (worker_process, hub, peer):
-        ready = wait_for(hub, msg.Ping)
+        ready = wait_for(hub, msg.PingMessage)
         assert (ready.name, ready.state) == ("toy/tokens", "ready")
         assert probe(str(tmp_path / "w.sock"), TIMEOUT_S).state == "ready"
-        peer.send(msg.Open(b"r" * 16, "req", encode_request(chat(2)), wanted=("text",)))
-        assert wait_for(hub, msg.Finished).reason == "length"
+        peer.send(msg.OpenMessage(b"r" * 16, "req", encode_request(chat(2)), wanted=("text",)))
+        assert wait_for(hub, msg.FinishedMessage).reason == "length"
         process = worker_process.process
         peer.connector.close()
         assert process.wait(TIMEOUT_S) == 0
@@ -85,7 +85,7 @@ def test_a_worker_process_lives_serves_and_ends_with_its_stub(tmp_path):
 
 def test_a_worker_that_cannot_load_says_why(tmp_path):
     with worker(tmp_path / "w.sock", stage="nonsense") as (worker_process, hub, _):
-        failed = wait_for(hub, msg.Ping)
+        failed = wait_for(hub, msg.PingMessage)
         assert failed.state == "failed"
         assert "StopIteration" in failed.text or "nonsense" in failed.text
         assert worker_process.process.wait(TIMEOUT_S) == 1
@@ -93,7 +93,7 @@ def test_a_worker_that_cannot_load_says_why(tmp_path):
 
 def test_a_killed_worker_is_started_again_when_it_is_time(tmp_path):
     with worker(tmp_path / "w.sock") as (worker_process, hub, _):
-        wait_for(hub, msg.Ping)
+        wait_for(hub, msg.PingMessage)
         worker_process.process.kill()
         wait_for(hub, Lost)
         now = time.monotonic()
@@ -105,7 +105,7 @@ def test_a_killed_worker_is_started_again_when_it_is_time(tmp_path):
         assert worker_process.due(now + FIRST_PAUSE_S)
         hub.adopt(worker_process.start(now))
         assert not worker_process.due(now + 100)
-        assert wait_for(hub, msg.Ping).state == "ready"
+        assert wait_for(hub, msg.PingMessage).state == "ready"
         assert worker_process.pid > 0
         worker_process.stop()
         assert worker_process.pid == 0

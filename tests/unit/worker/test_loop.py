@@ -14,7 +14,7 @@ from triton_omni.backends.connectors.base import INLINE_BYTES, WINDOW_CHUNKS
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.control.hub import Peer
 from triton_omni.backends.core.chunk import Chunk, Tensor
-from triton_omni.backends.core.engine import Finished, Output, Progress, Run, Send
+from triton_omni.backends.core.engine import EngineChunk, EngineFinished, EngineOutput, EngineProgress, Run
 from triton_omni.backends.core.generate import GenerateRequest
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.toy.engines import SAMPLES_PER_FRAME, sine
@@ -72,23 +72,23 @@ def freed(b, run):
 
 def refusal_of(b, run):
     """The refusal of a run: the stub alone hears of it, and nothing of the run is left."""
-    b.until(lambda: b.stub.of(msg.Failed))
+    b.until(lambda: b.stub.of(msg.FailedMessage))
     b.turn(2)
-    [end] = b.stub.of(msg.Failed)
+    [end] = b.stub.of(msg.FailedMessage)
     assert end.run == run
     assert run not in b.worker.records
     assert b.worker.engine._runs == []
-    assert b.stub.of(msg.Accepted) == b.orchestrator.got == []
+    assert b.stub.of(msg.AcceptedMessage) == b.orchestrator.got == []
     assert b.to_worker.connector.in_flight == 0
     return end
 
 
 def end_of(b, run):
-    b.until(lambda: any(type(m) in (msg.Finished, msg.Failed) for m in b.stub.got))
+    b.until(lambda: any(type(m) in (msg.FinishedMessage, msg.FailedMessage) for m in b.stub.got))
     b.release(run)
     b.until(lambda: freed(b, run))
     b.turn()
-    return b.stub.of(msg.Failed) + b.stub.of(msg.Finished)
+    return b.stub.of(msg.FailedMessage) + b.stub.of(msg.FinishedMessage)
 
 
 # --- a whole life --------------------------------------------------------------------------------------------------
@@ -99,14 +99,14 @@ def test_accepted_goes_to_the_orchestrator_before_the_stub_hears_it(at, monkeypa
     send = Peer.send
 
     def noted(peer, message):
-        if isinstance(message, msg.Accepted):
+        if isinstance(message, msg.AcceptedMessage):
             order.append((peer, message))
         return send(peer, message)
 
     monkeypatch.setattr(Peer, "send", noted)
     run = b.open(wanted=("text",))
-    b.until(lambda: b.stub.of(msg.Accepted))
-    accepted = msg.Accepted(run, b.hub.address)
+    b.until(lambda: b.stub.of(msg.AcceptedMessage))
+    accepted = msg.AcceptedMessage(run, b.hub.address)
     assert order == [(b.hub.connect(b.orchestrator.hub.address), accepted), (b.worker.stub, accepted)]
     b.turn()
     assert b.orchestrator.got[0] == accepted
@@ -116,15 +116,15 @@ def test_outputs_then_the_stub_then_the_orchestrator_hears_the_end(at):
     """FINAL before END: the stub closes Triton's side first, and only its Release lets the end out."""
     b = at("tokens")
     run = b.open(wanted=("text",), request=chat(3))
-    b.until(lambda: b.stub.of(msg.Finished))
+    b.until(lambda: b.stub.of(msg.FinishedMessage))
     b.turn(20)
     assert b.orchestrator.texts == ["w0 ", "w1 ", "w2 "]
-    assert b.orchestrator.of(msg.Finished) == []
+    assert b.orchestrator.of(msg.FinishedMessage) == []
     b.release(run)
-    b.until(lambda: b.orchestrator.of(msg.Finished))
+    b.until(lambda: b.orchestrator.of(msg.FinishedMessage))
     stats = msg.RunStats("finished", 0.0, 0.0)
-    end = msg.Finished(run, "length", {"prompt_tokens": 3, "completion_tokens": 3}, stats)
-    assert b.stub.of(msg.Finished) == b.orchestrator.of(msg.Finished) == [end]
+    end = msg.FinishedMessage(run, "length", {"prompt_tokens": 3, "completion_tokens": 3}, stats)
+    assert b.stub.of(msg.FinishedMessage) == b.orchestrator.of(msg.FinishedMessage) == [end]
     assert [c.index for c in b.orchestrator.of(Chunk)] == [0, 1, 2]
     assert freed(b, run)
 
@@ -133,7 +133,7 @@ def test_the_last_stage_joins_what_it_gets_into_sound(at):
     b = at("wave")
     run = b.open(upstream=("frames",), wanted=("audio",))
     feeds(b, run, (0, 2, False), (1, 3, False), (2, 0, True))
-    b.until(lambda: b.stub.of(msg.Finished))
+    b.until(lambda: b.stub.of(msg.FinishedMessage))
     assert b"".join(b.orchestrator.payloads) == sine(0, 5 * SAMPLES_PER_FRAME).tobytes()
 
 
@@ -168,10 +168,10 @@ def test_a_ping_is_answered_with_the_state(at):
     b.turn(3)
     prober = b.side("prober")
     peer = prober.hub.connect(b.hub.address)
-    peer.send(msg.Ping())
+    peer.send(msg.PingMessage())
     b.worker.turn(0)
     b.worker.turn(0)
-    [ping] = [item for _, item in prober.hub.poll(1.0) if isinstance(item, msg.Ping)]
+    [ping] = [item for _, item in prober.hub.poll(1.0) if isinstance(item, msg.PingMessage)]
     assert (ping.name, ping.state, ping.live) == ("toy/tokens", "ready", 1)
     assert set(ping.numbers) == {"steps", "step_s", "turn_s", "held"}
     b.kill("prober")
@@ -197,7 +197,7 @@ def test_a_consumer_that_holds_its_chunks_stops_the_producer(at, burst):
     assert record.run.state.made == made
     consumer.keeps_chunks = False
     consumer.give_back()
-    b.until(lambda: b.stub.of(msg.Finished))
+    b.until(lambda: b.stub.of(msg.FinishedMessage))
     assert [c.index for c in consumer.of(Chunk)] == list(range(1_001)), "and a last, empty one"
     assert consumer.got[-1].last
 
@@ -215,7 +215,7 @@ def test_an_engine_that_takes_no_more_leaves_chunks_unacknowledged(at):
 def test_the_end_says_what_every_edge_brought_and_how_long_it_took(at):
     b = at("wave", Patient(engine("wave")))
     run = b.open(upstream=("frames",), wanted=("audio",))
-    b.until(lambda: b.stub.of(msg.Accepted))
+    b.until(lambda: b.stub.of(msg.AcceptedMessage))
     peer = b.producer("frames")
     for index, last in ((0, False), (1, True)):
         frames = Tensor.of("frames", np.full((2, 8), 7, np.float32))
@@ -225,8 +225,8 @@ def test_the_end_says_what_every_edge_brought_and_how_long_it_took(at):
     b.turn(2)
     b.clock.now_s += 2.0  # the engine takes nothing meanwhile
     b.worker.engine.takes = True
-    b.until(lambda: b.stub.of(msg.Finished))
-    [end] = b.stub.of(msg.Finished)
+    b.until(lambda: b.stub.of(msg.FinishedMessage))
+    [end] = b.stub.of(msg.FinishedMessage)
     assert end.stats == msg.RunStats("finished", 2.0, 2.0, {"frames": msg.Transfer(2, 2 * 64, 1.0, 4.0)})
 
 
@@ -236,10 +236,10 @@ def test_a_natural_end_waits_for_its_chunks_to_leave(at):
     run = b.open(wanted=("text",), request=chat(20, tokens={"burst": 20}))
     b.turn(50)
     assert b.worker.records[run].ended is not None
-    assert b.stub.of(msg.Finished) == []
+    assert b.stub.of(msg.FinishedMessage) == []
     b.orchestrator.keeps_chunks = False
     b.orchestrator.give_back()
-    b.until(lambda: b.stub.of(msg.Finished))
+    b.until(lambda: b.stub.of(msg.FinishedMessage))
     assert len(b.orchestrator.texts) == 20
 
 
@@ -251,16 +251,18 @@ def test_stop_frees_within_one_step(at):
     b.stop(run)
     b.turn(1)
     assert b.worker.engine._runs == []
-    assert b.stub.of(msg.Finished) == [msg.Finished(run, "stopped", stats=msg.RunStats("stopped", 0.0, 0.0))]
+    assert b.stub.of(msg.FinishedMessage) == [
+        msg.FinishedMessage(run, "stopped", stats=msg.RunStats("stopped", 0.0, 0.0))
+    ]
     seen = len(b.orchestrator.texts)
     b.turn(5)
     assert len(b.orchestrator.texts) == seen
     b.stop(run)  # again, and of a run nobody knows
     b.stop(b"x" * 16)
     b.turn(2)
-    assert len(b.stub.of(msg.Finished)) == 1
+    assert len(b.stub.of(msg.FinishedMessage)) == 1
     b.release(run)
-    b.until(lambda: b.orchestrator.of(msg.Finished))
+    b.until(lambda: b.orchestrator.of(msg.FinishedMessage))
     assert freed(b, run)
 
 
@@ -272,10 +274,10 @@ def test_stop_ends_a_run_whose_chunks_nobody_takes(at):
     run = b.open(consumers={"frames": consumer.hub.address}, request=chat(30, tokens={"burst": 30}))
     b.turn(20)
     assert b.worker.records[run].ended is not None
-    assert b.stub.of(msg.Finished) == []
+    assert b.stub.of(msg.FinishedMessage) == []
     b.stop(run)
     b.turn(2)
-    assert [m.reason for m in b.stub.of(msg.Finished)] == ["stopped"]
+    assert [m.reason for m in b.stub.of(msg.FinishedMessage)] == ["stopped"]
     b.release(run)
     b.until(lambda: freed(b, run))
 
@@ -291,7 +293,7 @@ def test_releases_of_unknown_runs_and_early_releases_change_nothing(at):
     b.stop(run)
     b.turn(2)
     b.release(run)
-    b.until(lambda: b.orchestrator.of(msg.Finished))
+    b.until(lambda: b.orchestrator.of(msg.FinishedMessage))
 
 
 # --- failures ------------------------------------------------------------------------------------------------------
@@ -301,8 +303,8 @@ def test_a_failing_run_tells_its_consumers_who_failed(at):
     run = b.open(consumers={"frames": consumer.hub.address}, request=chat(9, tokens={"fail_after": 2}))
     [end] = end_of(b, run)
     assert end.error.error().line() == "[stage_failed:tokens] failed on request"
-    assert consumer.of(msg.Failed)[0].error == end.error
-    assert b.orchestrator.of(msg.Failed) == [end]
+    assert consumer.of(msg.FailedMessage)[0].error == end.error
+    assert b.orchestrator.of(msg.FailedMessage) == [end]
 
 
 def test_a_consumer_that_hears_of_it_fails_with_the_producers_name(at):
@@ -310,8 +312,8 @@ def test_a_consumer_that_hears_of_it_fails_with_the_producers_name(at):
     run = b.open(upstream=("frames",), wanted=("audio",))
     peer = feeds(b, run, (0, 2, False))
     error = msg.ErrorInfo("stage_failed", "boom", "tokens")
-    peer.send(msg.Failed(run, error))
-    peer.send(msg.Failed(b"x" * 16, error))  # of a run that is over here
+    peer.send(msg.FailedMessage(run, error))
+    peer.send(msg.FailedMessage(b"x" * 16, error))  # of a run that is over here
     [end] = end_of(b, run)
     assert end.error == error
     assert b.worker.engine._runs == []
@@ -331,7 +333,7 @@ def test_a_refused_run_is_told_to_the_stub_alone_and_leaves_nothing(at):
 
 def test_a_request_that_cannot_be_read_is_refused(at):
     b = at("tokens")
-    b.to_worker.send(msg.Open(RUN, "req", b"{not json", b.orchestrator.hub.address, wanted=("text",)))
+    b.to_worker.send(msg.OpenMessage(RUN, "req", b"{not json", b.orchestrator.hub.address, wanted=("text",)))
     assert refusal_of(b, RUN).error.code == "bad_request"
 
 
@@ -342,11 +344,11 @@ def test_an_engine_that_breaks_in_open_refuses_only_this_run(at):
     b = at("tokens", own)
     good = b.open(wanted=("text",))
     b.open(RUN, wanted=("text",))
-    b.until(lambda: len(b.stub.of(msg.Finished)) == 1 and b.stub.of(msg.Failed))
-    [end] = b.stub.of(msg.Failed)
+    b.until(lambda: len(b.stub.of(msg.FinishedMessage)) == 1 and b.stub.of(msg.FailedMessage))
+    [end] = b.stub.of(msg.FailedMessage)
     assert end.run == RUN
     assert "ZeroDivisionError" in end.error.message
-    assert b.stub.of(msg.Finished)[0].run == good
+    assert b.stub.of(msg.FinishedMessage)[0].run == good
 
 
 @pytest.mark.parametrize(
@@ -369,9 +371,11 @@ def test_a_gap_in_the_chunks_fails_the_run_and_names_the_edge(at):
     other = b.open(upstream=("frames",), wanted=("audio",))
     peer = feeds(b, run, (0, 2, False), (2, 2, False))
     feeds(b, other, (0, 2, True))
-    b.until(lambda: b.stub.of(msg.Failed) and b.stub.of(msg.Finished))
-    assert b.stub.of(msg.Failed)[0].error.error().line() == "[stage_failed:frames->wave] chunk 2 came instead of 1"
-    assert b.stub.of(msg.Finished)[0].run == other
+    b.until(lambda: b.stub.of(msg.FailedMessage) and b.stub.of(msg.FinishedMessage))
+    assert (
+        b.stub.of(msg.FailedMessage)[0].error.error().line() == "[stage_failed:frames->wave] chunk 2 came instead of 1"
+    )
+    assert b.stub.of(msg.FinishedMessage)[0].run == other
     b.until(lambda: peer.connector.in_flight == 0)
 
 
@@ -402,9 +406,9 @@ def test_an_adapter_that_fails_ends_only_this_run(at):
     bad = Chunk(run, "frames", 0, False, (wrong,), {"token": 3})
     assert peer.put(bad)
     feeds(b, other, (0, 2, True))
-    b.until(lambda: b.stub.of(msg.Failed) and b.stub.of(msg.Finished))
-    assert [m.run for m in b.stub.of(msg.Failed)] == [run]
-    assert [m.run for m in b.stub.of(msg.Finished)] == [other]
+    b.until(lambda: b.stub.of(msg.FailedMessage) and b.stub.of(msg.FinishedMessage))
+    assert [m.run for m in b.stub.of(msg.FailedMessage)] == [run]
+    assert [m.run for m in b.stub.of(msg.FinishedMessage)] == [other]
     b.until(lambda: peer.connector.in_flight == 0)
 
 
@@ -415,9 +419,9 @@ def test_an_engine_that_breaks_in_a_step_ends_every_run_and_the_worker(at):
     with pytest.raises(RuntimeError, match="raised on request"):
         b.turn(50)
     b.stub.read()
-    assert {m.run for m in b.stub.of(msg.Failed)} == {first, second}
-    assert {m.error.where for m in b.stub.of(msg.Failed)} == {"tokens"}
-    assert "RuntimeError: raised on request" in b.stub.of(msg.Failed)[0].error.message
+    assert {m.run for m in b.stub.of(msg.FailedMessage)} == {first, second}
+    assert {m.error.where for m in b.stub.of(msg.FailedMessage)} == {"tokens"}
+    assert "RuntimeError: raised on request" in b.stub.of(msg.FailedMessage)[0].error.message
 
 
 class Scripted:
@@ -448,10 +452,10 @@ class Scripted:
 
 def test_a_chunk_that_cannot_be_sent_fails_its_run_at_once(at):
     """#8082: a failed put is a failure of the request now, not of the worker and not at the deadline."""
-    b = at("tokens", Scripted(lambda runs: [Output(r, "text", meta={"odd": object()}) for r in runs[:1]]))
+    b = at("tokens", Scripted(lambda runs: [EngineOutput(r, "text", meta={"odd": object()}) for r in runs[:1]]))
     bad, good = b.open(wanted=("text",)), b.open(wanted=("text",))
-    b.until(lambda: b.stub.of(msg.Failed))
-    [end] = b.stub.of(msg.Failed)
+    b.until(lambda: b.stub.of(msg.FailedMessage))
+    [end] = b.stub.of(msg.FailedMessage)
     assert end.run == bad
     assert end.error.where == "tokens"
     assert b.worker.records[good].ended is None
@@ -463,15 +467,15 @@ def test_a_chunk_for_which_there_is_no_descriptor_fails_its_run_alone(at):
 
     def too_much(runs):
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-        return [Output(runs[0], "text", (Tensor.of("x", np.zeros(INLINE_BYTES + 1, np.uint8)),))]
+        return [EngineOutput(runs[0], "text", (Tensor.of("x", np.zeros(INLINE_BYTES + 1, np.uint8)),))]
 
-    b = at("tokens", Scripted(*[lambda runs: ()] * 5, too_much, lambda runs: [Output(runs[1], "text")]))
+    b = at("tokens", Scripted(*[lambda runs: ()] * 5, too_much, lambda runs: [EngineOutput(runs[1], "text")]))
     bad, good = b.open(wanted=("text",)), b.open(wanted=("text",))
     try:
-        b.until(lambda: b.stub.of(msg.Failed))
+        b.until(lambda: b.stub.of(msg.FailedMessage))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    [end] = b.stub.of(msg.Failed)
+    [end] = b.stub.of(msg.FailedMessage)
     assert (end.run, end.error.where) == (bad, "tokens")
     b.until(lambda: b.orchestrator.of(Chunk))
     assert b.worker.records[good].ended is None
@@ -479,8 +483,11 @@ def test_a_chunk_for_which_there_is_no_descriptor_fails_its_run_alone(at):
 
 def test_the_stub_hears_no_end_while_the_acceptance_waits_to_leave(at):
     """It would let go of the run; if the worker died then, nobody could tell the orchestrator."""
-    much = Progress(Run(b"", "", GenerateRequest()), {"x": "x" * 30_000})
-    b = at("tokens", Scripted(*[lambda runs: [replace(much, run=runs[0])] * 60] * 5, lambda runs: [Finished(runs[1])]))
+    much = EngineProgress(Run(b"", "", GenerateRequest()), {"x": "x" * 30_000})
+    b = at(
+        "tokens",
+        Scripted(*[lambda runs: [replace(much, run=runs[0])] * 60] * 5, lambda runs: [EngineFinished(runs[1])]),
+    )
     slow = b.side("slow")
     try:
         del b.sides["slow"]  # it reads nothing for now
@@ -489,31 +496,34 @@ def test_the_stub_hears_no_end_while_the_acceptance_waits_to_leave(at):
         run = b.open(reply=slow.hub.address)
         b.turn(50)
         assert b.worker.records[run].ended is not None
-        assert b.stub.of(msg.Finished) == []
+        assert b.stub.of(msg.FinishedMessage) == []
     finally:
         b.sides["slow"] = slow
-    b.until(lambda: b.stub.of(msg.Finished))
-    assert [m.run for m in slow.of(msg.Accepted)][-1] == run
+    b.until(lambda: b.stub.of(msg.FinishedMessage))
+    assert [m.run for m in slow.of(msg.AcceptedMessage)][-1] == run
 
 
 def test_late_events_of_the_engine_change_nothing(at):
-    late = lambda runs: [Output(runs[0], "text", meta={"text": "late"}), Send(runs[0]), Finished(runs[0])]  # noqa: E731
-    b = at("tokens", Scripted(lambda runs: [Finished(runs[0], "stop")], late, late))
+    def late(runs):
+        output = EngineOutput(runs[0], "text", meta={"text": "late"})
+        return [output, EngineChunk(runs[0]), EngineFinished(runs[0])]
+
+    b = at("tokens", Scripted(lambda runs: [EngineFinished(runs[0], "stop")], late, late))
     run = b.open(wanted=("text",))
     b.turn(5)
-    assert b.stub.of(msg.Finished) == [msg.Finished(run, "stop", stats=msg.RunStats("finished", 0.0))]
+    assert b.stub.of(msg.FinishedMessage) == [msg.FinishedMessage(run, "stop", stats=msg.RunStats("finished", 0.0))]
     assert b.orchestrator.texts == []
 
 
 def test_an_output_nobody_wants_is_dropped(at):
-    b = at("tokens", Scripted(lambda runs: [Output(runs[0], "smell"), Finished(runs[0])]))
+    b = at("tokens", Scripted(lambda runs: [EngineOutput(runs[0], "smell"), EngineFinished(runs[0])]))
     run = b.open(wanted=("text",))
     end_of(b, run)
     assert b.orchestrator.of(Chunk) == []
 
 
 def test_edges_that_the_engine_ended_itself_get_no_second_end(at):
-    b = at("tokens", Scripted(lambda runs: [Send(runs[0], meta={"a": 1}, last=True), Finished(runs[0])]))
+    b = at("tokens", Scripted(lambda runs: [EngineChunk(runs[0], meta={"a": 1}, last=True), EngineFinished(runs[0])]))
     consumer = b.side("consumer")
     run = b.open(consumers={"frames": consumer.hub.address})
     end_of(b, run)
@@ -538,10 +548,10 @@ def test_a_consumer_lost_after_the_engine_was_done_still_ends_the_run(at):
     run = b.open(consumers={"frames": b.sides["frames"].hub.address}, request=chat(30, tokens={"burst": 30}))
     b.turn(20)
     assert b.worker.records[run].ended is not None
-    assert b.stub.of(msg.Finished) == []
+    assert b.stub.of(msg.FinishedMessage) == []
     b.kill("frames")
     [end] = end_of(b, run)
-    assert isinstance(end, msg.Failed)
+    assert isinstance(end, msg.FailedMessage)
     assert end.error.where == "frames"
 
 
@@ -573,11 +583,11 @@ def test_a_lost_producer_fails_the_runs_it_fed_and_no_other(at):
     feeds(b, fed, (0, 2, False))
     feeds(b, ended, (0, 2, True))
     feeds(b, other, (0, 2, False), name="another instance")
-    b.until(lambda: b.stub.of(msg.Finished))
+    b.until(lambda: b.stub.of(msg.FinishedMessage))
     b.kill("frames")
-    b.until(lambda: b.stub.of(msg.Failed))
+    b.until(lambda: b.stub.of(msg.FailedMessage))
     b.turn(5)
-    assert [(m.run, m.error.where) for m in b.stub.of(msg.Failed)] == [(fed, "frames")]
+    assert [(m.run, m.error.where) for m in b.stub.of(msg.FailedMessage)] == [(fed, "frames")]
     assert b.worker.records[other].ended is None
 
 
@@ -599,10 +609,10 @@ def test_a_silent_edge_names_both_ends(at):
     b.turn(5)
     b.clock.now_s += 4.9
     b.turn(3)
-    assert b.stub.of(msg.Failed) == [], "time counts from the last chunk"
+    assert b.stub.of(msg.FailedMessage) == [], "time counts from the last chunk"
     b.clock.now_s += 1.2
     b.turn()
-    assert b.stub.of(msg.Failed), "told in the same turn: the next one may be a second away"
+    assert b.stub.of(msg.FailedMessage), "told in the same turn: the next one may be a second away"
     [end] = end_of(b, run)
     assert end.error.error().line() == "[deadline_exceeded:frames->wave] no chunk for 6.1 s"
 
@@ -615,26 +625,26 @@ def test_an_edge_is_not_silent_without_limit_or_while_chunks_wait_here(at, optio
     b.turn(3)
     b.clock.now_s += 10_000
     b.turn(3)
-    assert b.stub.of(msg.Failed) == []
+    assert b.stub.of(msg.FailedMessage) == []
 
 
 # --- direct calls ----------------------------------------------------------------------------------------------------
 def test_a_direct_call_of_an_entry_stage_answers_the_stub(at):
     b = at("tokens")
     run = b.open(reply="", wanted=("text",), request=chat(2))
-    b.until(lambda: b.stub.of(msg.Finished))
+    b.until(lambda: b.stub.of(msg.FinishedMessage))
     assert b.stub.texts == ["w0 ", "w1 "]
     b.release(run)
     b.until(lambda: freed(b, run))
     assert b.orchestrator.got == []
-    assert len(b.stub.of(msg.Finished)) == 1
-    assert len(b.stub.of(msg.Accepted)) == 1
+    assert len(b.stub.of(msg.FinishedMessage)) == 1
+    assert len(b.stub.of(msg.AcceptedMessage)) == 1
 
 
 def test_a_direct_call_of_a_middle_stage_shows_its_chunks(at):
     b = at("frames")
     run = b.open(reply="", request=GenerateRequest("speech", input="three short words"))
-    b.until(lambda: b.stub.of(msg.Finished))
+    b.until(lambda: b.stub.of(msg.FinishedMessage))
     got = b.stub.of(Chunk)
     assert {c.edge for c in got} == {"@"}
     assert [c.meta.get("token") for c in got] == [0, 1, 2, None]
@@ -648,7 +658,7 @@ def test_a_direct_call_with_tensors_is_one_last_chunk(at):
     for run in (RUN, b"s" * 16):
         assert b.to_worker.put(chunk(run, msg.INPUTS_EDGE, 0, True, rows))
         b.open(run, reply="", upstream=("frames",), wanted=("audio",), has_inputs=True, direct=True)
-        b.until(lambda: b.stub.of(msg.Finished))
+        b.until(lambda: b.stub.of(msg.FinishedMessage))
         assert len(b.stub.payloads[-1]) == 100 * 240 * 4
         b.until(lambda: b.to_worker.connector.in_flight == 0)
         b.release(run)
@@ -659,18 +669,18 @@ def test_a_direct_call_with_tensors_is_one_last_chunk(at):
 def test_progress_goes_to_orchestrators_only(at):
     b = at("tokens")
     b.open(wanted=("text",), request=chat(2, tokens={"progress": True}))
-    b.until(lambda: b.stub.of(msg.Finished))
-    assert [m.meta for m in b.orchestrator.of(msg.Progress)] == [{"made": 0}, {"made": 1}]
+    b.until(lambda: b.stub.of(msg.FinishedMessage))
+    assert [m.meta for m in b.orchestrator.of(msg.ProgressMessage)] == [{"made": 0}, {"made": 1}]
     b.stub.got.clear()
     b.open(reply="", wanted=("text",), request=chat(2, tokens={"progress": True}))
-    b.until(lambda: b.stub.of(msg.Finished))
-    assert b.stub.of(msg.Progress) == []
+    b.until(lambda: b.stub.of(msg.FinishedMessage))
+    assert b.stub.of(msg.ProgressMessage) == []
 
 
 def test_messages_that_make_no_sense_are_ignored(at):
     b = at("tokens")
-    b.to_worker.send(msg.Accepted(RUN))
-    b.to_worker.send(msg.Finished(RUN, "stop"))
+    b.to_worker.send(msg.AcceptedMessage(RUN))
+    b.to_worker.send(msg.FinishedMessage(RUN, "stop"))
     b.turn(2)
     run = b.open(wanted=("text",))
     end_of(b, run)

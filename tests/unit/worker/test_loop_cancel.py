@@ -9,7 +9,7 @@ import pytest
 
 from tests.kit.worker_harness import bench, chat
 from triton_omni.backends.control import messages as msg
-from triton_omni.backends.core.engine import Output, Send
+from triton_omni.backends.core.engine import EngineChunk, EngineOutput
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 
@@ -43,8 +43,8 @@ class Counting:
             self.steps[run.id] += 1
             if self.steps[run.id] == STEPS and run.id in self.during:
                 self.during[run.id]()
-            events.append(Output(run, "text", meta={"text": "x"}))
-            events.append(Send(run))
+            events.append(EngineOutput(run, "text", meta={"text": "x"}))
+            events.append(EngineChunk(run))
         return events
 
     def close(self):
@@ -56,8 +56,8 @@ def test_a_stop_in_the_middle_of_a_step_lets_that_step_end_and_no_other_begin(tm
     with bench(tmp_path, PIPELINE, "tokens", engine) as b:
         cut, goes_on = b.open(wanted=("text",)), b.open(wanted=("text",))
         engine.during[cut] = lambda: b.stop(cut)
-        b.until(lambda: b.stub.of(msg.Finished))
-        assert b.stub.of(msg.Finished)[0].reason == "stopped"
+        b.until(lambda: b.stub.of(msg.FinishedMessage))
+        assert b.stub.of(msg.FinishedMessage)[0].reason == "stopped"
         b.turn(10)
         assert engine.steps[cut] == STEPS
         assert engine.steps[goes_on] > STEPS
@@ -77,9 +77,9 @@ def test_a_stop_takes_one_turn_in_every_phase(tmp_path, phase):
     engine = PIPELINE.stage(stage).engine(EngineContext("toy", stage, {}))
     with bench(tmp_path, PIPELINE, stage, engine) as b:
         run = b.open(request=request, wanted=("text",) if stage == "tokens" else ("audio",), **more)
-        b.until(lambda: b.stub.of(msg.Accepted))
+        b.until(lambda: b.stub.of(msg.AcceptedMessage))
         b.turn(20)
         b.stop(run)
         b.turn(1)
-        assert [end.reason for end in b.stub.of(msg.Finished)] == ["stopped"]
+        assert [end.reason for end in b.stub.of(msg.FinishedMessage)] == ["stopped"]
         assert not engine.has_work
