@@ -167,7 +167,7 @@ def test_what_a_lost_peer_had_sent_comes_before_its_loss(make):
     a.close()
     got = more + gather(b, 300 - len(more))
     assert all(source is at_b for source, _ in got)
-    assert [type(item).__name__ for _, item in got] == ["Stop"] * 299 + ["Lost"]
+    assert [type(item).__name__ for _, item in got] == ["StopMessage"] * 299 + ["Lost"]
     assert at_b.lost
     assert not at_b.send(StopMessage(RUN))
     assert not at_b.put(Chunk(RUN, "e"))
@@ -223,7 +223,7 @@ def test_a_peer_that_speaks_nonsense_is_dropped(make, packet):
     bad.send(packet)
     good.send(StopMessage(RUN))
     got = [item for _, item in gather(b, 2)]
-    assert sorted(type(item).__name__ for item in got) == ["Lost", "Stop"]
+    assert sorted(type(item).__name__ for item in got) == ["Lost", "StopMessage"]
     while bad.recv(100_000):  # the hello, then EOF
         pass
     bad.close()
