@@ -39,6 +39,8 @@ class Link:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self.socket = sock
         self.lost = False
+        self.peer_closed = False
+        """True when EOF was read: the peer's process is gone, or it has closed its end."""
         self.joining = False
         self._held: list[bytes] = []
         self._held_bytes = 0
@@ -98,6 +100,7 @@ class Link:
                 packet, ancillary, flags = b"", [], 0
             fds = _received(ancillary) if ancillary else []
             if not packet or flags & _TRUNCATED:
+                self.peer_closed = not packet
                 close_all(fds)
                 self.abandon()
                 break

@@ -20,11 +20,12 @@ import os
 import struct
 from collections import deque
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 
 from triton_omni.backends.connectors.base import INLINE_BYTES, LINK_CHUNKS, MESSAGE_BYTES, Credits, PeerLost
+from triton_omni.backends.connectors.device import DevicePath, DeviceStore
 from triton_omni.backends.connectors.link import Buffer, Link, close_all
 from triton_omni.backends.connectors.slab import Extents
 from triton_omni.backends.core.chunk import Chunk, Tensor, TensorSpec
@@ -33,7 +34,9 @@ SLAB_BYTES = 64 << 20  # virtual; the kernel backs only pages that were written
 BACKLOG_PACKETS = 64  # packets waiting in user space before `put` says "not now"
 TENSOR_ALIGN = 64  # a cache line, and enough for any vector load
 
-MESSAGE, LONG_MESSAGE, CHUNK, ACK, SLAB, DEVICE = b"M", b"L", b"D", b"A", b"S", b"G"
+MESSAGE, LONG_MESSAGE, CHUNK, ACK, SLAB = b"M", b"L", b"D", b"A", b"S"
+DEVICE, DEVICE_ANSWER = b"G", b"R"  # a slab of GPU memory; whether it could be opened: "" or the reason why not
+MAX_REASON_BYTES = 1000
 LONG_MESSAGE_BYTES = 32 << 10  # longer messages (a chat's whole history) travel in a memfd of their own
 INLINE, IN_SLAB, ONE_SHOT, NO_PAYLOAD = range(4)
 _U32 = struct.Struct("<I")
@@ -41,7 +44,7 @@ _KIND_AND_LENGTH = struct.Struct("<cI")
 _GAP = bytes(TENSOR_ALIGN)
 
 
-class Header(msgspec.Struct, array_like=True, frozen=True):
+class Header(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Descriptor of a chunk. `tensors` holds (spec, device, offset in its payload)."""
 
     slot: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -51,7 +54,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     last: bool
     meta: dict[str, Any]
     tensors: list[tuple[TensorSpec, str, int]]
-    place: int
+    location: int
     offset: int
     nbytes: int
     device_offset: int = -1
@@ -63,26 +66,6 @@ MALFORMED = (msgspec.MsgspecError, struct.error, LookupError, ValueError, Arithm
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Header).decode
-
-
-class DeviceStore(Protocol):
-    """A slab of device memory shared with the peer; implemented by cuda_ipc.DeviceSlab."""
-
-    def alloc(self, nbytes: int) -> int | None: ...
-    def write(self, offset: int, tensor: Tensor) -> None: ...
-    def publish(self) -> bytes | None:
-        """Bytes to announce the slab with, once; None if already announced."""
-        ...
-
-    def attach(self, announcement: bytes) -> None: ...
-    def read(self, offset: int, spec: TensorSpec) -> Tensor: ...
-    def settle(self) -> None:
-        """Wait until reads of the peer's slab queued so far are done; called before an acknowledgement."""
-        ...
-
-    def free(self, offset: int) -> None: ...
-    def to_host(self, tensor: Tensor) -> Tensor: ...
-    def close(self) -> None: ...
 
 
 Layout = list[tuple[Tensor, int, int]]
@@ -114,9 +97,7 @@ class ShmConnector:
     def __init__(self, link: Link, device_store: DeviceStore | None = None, credits: Credits | None = None) -> None:
         self.link = link
         self.credits = credits or Credits()
-        self.device_shared = False
-        """Set by the hub when both ends' Hello name the same GPU: then GPU tensors stay on it."""
-        self._device = device_store
+        self.device = DevicePath(device_store) if device_store is not None else None
         self._slab: _Memfd | None = None
         self._extents = Extents(SLAB_BYTES)
         self._peer_slab: mmap.mmap | None = None
@@ -124,6 +105,9 @@ class ShmConnector:
         """Slot → what its acknowledgement gives back: a credit, offsets in the slab and on the device (-1: none)."""
         self._next_slot = 0
         self._released: list[int] = []
+        self._device_slots: set[int] = set()
+        """Slots of received chunks with views on the peer's device slab."""
+        self._must_settle = False
         self._arrived: deque[Chunk | bytes] = deque()
 
     def fileno(self) -> int:
@@ -164,17 +148,28 @@ class ShmConnector:
         device_layout, _ = _lay_out(on_device)
         offset, memfd = -1, None
         try:
-            place, offset, memfd = self._place(nbytes)
-            if place is None:
+            location, offset, memfd = self._reserve(nbytes)
+            if location is None:
                 self._free(-1, device_offset)
                 return False
             header = Header(
-                self._next_slot, chunk.run, chunk.edge, chunk.index, chunk.last, chunk.meta,
-                [(t.spec, t.device, at) for t, at, _ in layout + device_layout],
-                place, max(offset, 0), nbytes, device_offset, chunk.sent_s,
-            )  # fmt: skip
-            self._write_device(device_offset, device_layout)
-            self._transmit(header, layout, memfd)
+                slot=self._next_slot,
+                run=chunk.run,
+                edge=chunk.edge,
+                index=chunk.index,
+                last=chunk.last,
+                meta=chunk.meta,
+                tensors=[(t.spec, "cpu", at) for t, at, _ in layout]
+                + [(t.spec, t.device, at) for t, at, _ in device_layout],
+                location=location,
+                offset=max(offset, 0),
+                nbytes=nbytes,
+                device_offset=device_offset,
+                sent_s=chunk.sent_s,
+            )
+            if self.device is not None and device_layout:
+                self.device.store.write([(device_offset + at, tensor) for tensor, at, _ in device_layout])
+            self._transmit(header, self._in_host_memory(layout), memfd)
         except BaseException:  # a chunk that cannot be sent (not encodable, too long a header) holds nothing
             self._free(offset, device_offset)
             raise
@@ -187,20 +182,30 @@ class ShmConnector:
         return True
 
     def _split(self, chunk: Chunk) -> tuple[Sequence[Tensor], Sequence[Tensor], int]:
-        """(GPU tensors, host tensors, device offset). Without a common GPU, or room on it, all go over the host."""
+        """(tensors for the device slab, tensors for the host payload, offset in the device slab or -1)."""
         on_device = [t for t in chunk.tensors if t.device != "cpu"]
         if not on_device:
             return (), chunk.tensors, -1
-        on_host = [t for t in chunk.tensors if t.device == "cpu"]
-        if self._device is None:
+        if self.device is None:
             raise TypeError(f"edge {chunk.edge}: a GPU tensor needs a connector with a device store")
-        offset = self._device.alloc(_lay_out(on_device)[1]) if self.device_shared else None
+        announcement = self.device.announcement()
+        if announcement is not None:
+            self.link.send((DEVICE, announcement))
+        offset = self.device.alloc(_lay_out(on_device)[1])
         if offset is None:
-            return [], [t if t.device == "cpu" else self._device.to_host(t) for t in chunk.tensors], -1
-        return on_device, on_host, offset
+            return (), chunk.tensors, -1
+        return on_device, [t for t in chunk.tensors if t.device == "cpu"], offset
 
-    def _place(self, nbytes: int) -> tuple[int | None, int, _Memfd | None]:
-        """Where a host payload goes: (place, offset in the slab, one-shot memfd); place None means no room now."""
+    def _in_host_memory(self, layout: Layout) -> Layout:
+        """The layout with copies of its GPU tensors, valid until the next call."""
+        on_device = [tensor for tensor, _, _ in layout if tensor.device != "cpu"]
+        if self.device is None or not on_device:
+            return layout
+        copies = iter(self.device.store.to_host(on_device))
+        return [(t if t.device == "cpu" else next(copies), at, nbytes) for t, at, nbytes in layout]
+
+    def _reserve(self, nbytes: int) -> tuple[int | None, int, _Memfd | None]:
+        """Room for a host payload: (location, offset in the slab, one-shot memfd); location None: no room now."""
         if nbytes == 0:
             return NO_PAYLOAD, -1, None
         if nbytes <= INLINE_BYTES:
@@ -218,26 +223,17 @@ class ShmConnector:
         offset = self._extents.alloc(nbytes)
         return (None, -1, None) if offset is None else (IN_SLAB, offset, None)
 
-    def _write_device(self, offset: int, layout: Layout) -> None:
-        if not layout or self._device is None:
-            return
-        announcement = self._device.publish()
-        if announcement is not None:
-            self.link.send((DEVICE, announcement))
-        for tensor, at, _ in layout:
-            self._device.write(offset + at, tensor)
-
     def _transmit(self, header: Header, layout: Layout, memfd: _Memfd | None) -> None:
         """Write the host payload where `header` says and send the descriptor."""
         encoded = _encode(header)
         front = (_KIND_AND_LENGTH.pack(CHUNK, len(encoded)), encoded)
-        if header.place == INLINE:
+        if header.location == INLINE:
             self.link.send((*front, *_in_a_row(layout)))
         elif memfd is not None:
             _write(memfd.view, 0, layout)
             self.link.send(front, (memfd.fd,))
         else:
-            if header.place == IN_SLAB:
+            if header.location == IN_SLAB:
                 assert self._slab is not None
                 _write(self._slab.view, header.offset, layout)
             self.link.send(front)
@@ -256,6 +252,9 @@ class ShmConnector:
         if chunk.slot is None:
             return
         self._released.append(chunk.slot)
+        if chunk.slot in self._device_slots:
+            self._device_slots.discard(chunk.slot)
+            self._must_settle = True
         chunk.slot = None
         chunk.tensors = ()
         if not self.link.joining or len(self._released) >= LINK_CHUNKS:
@@ -269,8 +268,9 @@ class ShmConnector:
 
     def _acknowledge(self) -> None:
         slots, self._released = self._released, []
-        if self._device is not None:
-            self._device.settle()
+        if self._must_settle and self.device is not None:
+            self._must_settle = False
+            self.device.store.settle()
         with contextlib.suppress(PeerLost):  # a dead sender needs no acknowledgement; `get` reports the loss
             self.link.send((ACK, struct.pack(f"<{len(slots)}I", *slots)))
 
@@ -279,16 +279,16 @@ class ShmConnector:
         self.link.flush()
 
     def close(self) -> None:
-        self.link.close()
         self._sent.clear()
         self._arrived.clear()
+        if self.device is not None:
+            self.device.close(self.link.peer_closed)  # before EOF tells the peer that its slab is unmapped here
+            self.device = None
+        self.link.close()
         self._peer_slab = None  # unmapped when the last chunk that is still held lets go of it
         if self._slab is not None:
             self._slab.close()
             self._slab = None
-        if self._device is not None:
-            self._device.close()
-            self._device = None
 
     def _receive(self) -> None:
         """Take what the kernel has. After a malformed packet nothing more is read: the peer is as good as gone."""
@@ -321,8 +321,12 @@ class ShmConnector:
                 self._arrived.append(mapping[:])
         elif kind == SLAB:
             self._peer_slab = mmap.mmap(fds[0], SLAB_BYTES, prot=mmap.PROT_READ)
-        elif kind == DEVICE and self._device is not None:
-            self._device.attach(bytes(body))
+        elif kind == DEVICE and self.device is not None:
+            refusal = self.device.attach(bytes(body))
+            with contextlib.suppress(PeerLost):  # `get` reports the loss
+                self.link.send((DEVICE_ANSWER, refusal.encode()[:MAX_REASON_BYTES]))
+        elif kind == DEVICE_ANSWER and self.device is not None:
+            self.device.on_answer(bytes(body).decode(errors="replace"))
         else:
             raise ValueError(f"packet of unknown kind {kind!r}")
 
@@ -336,31 +340,33 @@ class ShmConnector:
         """Give the room of a chunk back."""
         if slab_offset >= 0:
             self._extents.free(slab_offset)
-        if device_offset >= 0 and self._device is not None:
-            self._device.free(device_offset)
+        if device_offset >= 0 and self.device is not None:
+            self.device.store.free(device_offset)
 
     def _chunk(self, body: memoryview, fds: Sequence[int]) -> Chunk:
         end = 4 + _U32.unpack_from(body)[0]
         header = _decode(body[4:end])
         payload = body[end:]
-        if header.place == IN_SLAB:
+        if header.location == IN_SLAB:
             if self._peer_slab is None:
                 raise ValueError("a slab payload before the slab")
             payload = _part(memoryview(self._peer_slab), header.offset, header.nbytes)
-        elif header.place == ONE_SHOT:  # unmapped when the last view of it is gone
+        elif header.location == ONE_SHOT:  # unmapped when the last view of it is gone
             payload = memoryview(mmap.mmap(fds[0], header.nbytes, prot=mmap.PROT_READ))
         tensors = [
             Tensor(spec, _part(payload, at, spec.nbytes)) if device == "cpu" else self._device_tensor(header, spec, at)
             for spec, device, at in header.tensors
         ]
+        if header.device_offset >= 0:
+            self._device_slots.add(header.slot)
         return Chunk(
             header.run, header.edge, header.index, header.last, tuple(tensors), header.meta, header.slot, header.sent_s
         )
 
     def _device_tensor(self, header: Header, spec: TensorSpec, at: int) -> Tensor:
-        if self._device is None:
+        if self.device is None:
             raise ValueError("a GPU tensor for an end without a device store")
-        return self._device.read(header.device_offset + at, spec)
+        return self.device.store.read(header.device_offset + at, spec)
 
 
 def _lay_out(tensors: Sequence[Tensor]) -> tuple[Layout, int]:

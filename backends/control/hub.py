@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 
 from triton_omni.backends.connectors.base import PeerLost
+from triton_omni.backends.connectors.device import DeviceStore
 from triton_omni.backends.connectors.link import Link
-from triton_omni.backends.connectors.shm import DeviceStore, ShmConnector
+from triton_omni.backends.connectors.shm import ShmConnector
 from triton_omni.backends.control.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -257,7 +258,8 @@ class Hub:
             if message.version != PROTOCOL_VERSION:
                 raise PeerLost(f"peer speaks version {message.version}")
             peer.name = message.name
-            peer.connector.device_shared = bool(self.gpu_uuid) and message.gpu_uuid == self.gpu_uuid
+            if peer.connector.device is not None:
+                peer.connector.device.meet(message.name, self.gpu_uuid, message.gpu_uuid)
         else:
             self._ready.append((peer, message))
 

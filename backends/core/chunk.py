@@ -2,17 +2,22 @@
 """What crosses an edge: a chunk of named tensors and a small dict.
 
 A tensor's bytes are whatever speaks Python's buffer protocol (numpy array, memoryview, bytes) on the CPU, or an
-object with `__cuda_array_interface__` on a GPU. This module needs neither numpy nor torch.
+object with `__cuda_array_interface__` over bytes (uint8) on a GPU. Importing this module needs neither numpy nor
+torch; `Tensor.torch` and `Tensor.of_torch` are for engines and import it when called.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    from torch import Tensor as TorchTensor
 
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
@@ -49,6 +54,36 @@ class Tensor(msgspec.Struct, frozen=True):
     def of(cls, name: str, array: Any) -> Tensor:
         """A CPU tensor over a numpy array (made contiguous by the caller)."""
         return cls(TensorSpec(name, _dtype_name(array.dtype), tuple(array.shape)), array)
+
+    @classmethod
+    def of_torch(cls, name: str, tensor: TorchTensor) -> Tensor:
+        """A tensor over the memory of a torch tensor, on its device; copied if it is not contiguous."""
+        import torch
+
+        spec = TensorSpec(name, _dtype_name(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if tensor.device.type == "cpu":
+            return cls(spec, data.numpy())
+        return cls(spec, data, str(tensor.device))
+
+    def torch(self) -> TorchTensor:
+        """A torch tensor over the same memory: on its GPU, or in host memory, which must not be written to.
+
+        Valid as long as the chunk is not released. Work on a GPU tensor must be queued on the stream that torch calls
+        current in the thread that releases the chunk.
+        """
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.spec.dtype)
+        if not self.spec.nbytes:
+            return torch.empty(self.spec.shape, dtype=dtype, device=self.device)
+        if self.device == "cpu":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # received memory is read-only, of which torch warns
+                flat = torch.frombuffer(self.data, dtype=dtype)
+        else:
+            flat = torch.as_tensor(self.data, device=self.device).view(dtype)
+        return flat.reshape(self.spec.shape)
 
 
 @dataclass(eq=False, slots=True)

@@ -27,6 +27,8 @@ def main(fd: int, mode: str) -> None:
 
         store, mode = DeviceSlab(), "echo"
     end = ShmConnector(Link(socket.socket(fileno=fd)), store)
+    if end.device is not None:
+        end.device.meet("the test", "gpu", "gpu")
     if mode == "flood":
         for i in range(8):
             big = Tensor.of("x", np.full((10, 50_000, 40 << 20)[i % 3 if i < 3 else i % 2], i, np.uint8))

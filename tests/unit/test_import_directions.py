@@ -42,7 +42,10 @@ HEAVY = {
     "onnxruntime": ENGINES | {"pipelines"},
     "triton_python_backend_utils": frozenset({"triton"}),
 }
-HEAVY_EXCEPTIONS = {"supervisor/setup/torchvision_hook.py": frozenset({"torch"})}  # lives in the engine's environment
+HEAVY_EXCEPTIONS = {
+    "core/chunk.py": frozenset({"torch"}),  # in two methods that only engines call
+    "supervisor/setup/torchvision_hook.py": frozenset({"torch"}),  # lives in the engine's environment
+}
 MODEL_NAMES = re.compile(r"smollm|hibari|whisper|qwen|minimax|flux\.?1|sdxl|llama-?\d", re.IGNORECASE)
 
 

@@ -85,22 +85,23 @@ def test_what_a_killed_process_had_sent_is_delivered():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="no CUDA device")
-def test_gpu_tensors_go_there_and_back_without_the_host():
+def test_gpu_tensors_cross_both_ways_in_the_slabs():
     """A slab cannot be opened in the process that made it, so the other end of this carrier is a process."""
     import torch
 
     from triton_omni.backends.connectors.cuda_ipc import DeviceSlab
 
     with peer("cuda", DeviceSlab(nbytes=8 << 20)) as (end, _):
-        for index, nbytes in enumerate((0, 1, 8_192, 8_193, 1 << 20, 3 << 20, 20 << 20)):
+        end.device.meet("the peer", "gpu", "gpu")
+        for index, nbytes in enumerate((10, 0, 1, 8_192, 8_193, 1 << 20, 3 << 20, 20 << 20)):
             data = pattern(nbytes)
-            there = Tensor(Tensor.of("x", data).spec, torch.from_numpy(data).cuda(), "cuda:0")
+            there = Tensor.of_torch("x", torch.from_numpy(data).cuda())
             assert end.put(Chunk(b"r" * 16, "e", index, tensors=(there, Tensor.of("host", data))))
             back = take_chunk(end)
-            on_gpu, on_host = back.tensors
-            fits = nbytes <= 8 << 20
-            assert on_gpu.device == ("cuda:0" if fits else "cpu"), "what the slab cannot hold goes over the host"
-            got = torch.as_tensor(on_gpu.data, device="cuda").cpu().numpy() if fits and nbytes else on_gpu.data
-            assert bytes(got) == bytes(on_host.data) == data.tobytes() or not nbytes
+            tensors = {tensor.name: tensor for tensor in back.tensors}
+            in_slab = index > 0 and nbytes <= 8 << 20
+            assert tensors["x"].device == ("cuda:0" if in_slab else "cpu"), "through the host: the first, the too large"
+            assert tensors["x"].torch().cpu().numpy().tobytes() == data.tobytes()
+            assert bytes(tensors["host"].data) == data.tobytes()
             end.release(back)
         assert end.in_flight == 0
