@@ -22,6 +22,7 @@ HOME_VARIABLE = "TRITON_OMNI_HOME"
 ENGINE_PYTHON_VARIABLE = "TRITON_OMNI_ENGINE_PYTHON"
 MODELS_VARIABLE = "TRITON_OMNI_MODELS"
 RUN_DIR_VARIABLE = "TRITON_OMNI_RUN_DIR"
+DRIVER_LIBRARY = "libcuda.so.1"
 
 
 def is_checkout(folder: Path = REPO) -> bool:
@@ -57,6 +58,16 @@ def engine_python() -> Path:
 def models_dir() -> Path:
     """Folder with model checkpoints."""
     return absolute(os.environ.get(MODELS_VARIABLE) or home() / "models")
+
+
+def driver_library_path(library_path: str) -> str:
+    """The entries of an LD_LIBRARY_PATH that hold NVIDIA's driver; "" if there is none.
+
+    Some hosts (GKE: /usr/local/nvidia/lib64) have it on that variable only. All other entries are dropped for
+    processes of another environment, whose libraries they could replace.
+    """
+    folders = [folder for folder in library_path.split(":") if folder and (Path(folder) / DRIVER_LIBRARY).exists()]
+    return ":".join(folders)
 
 
 def run_dir(server_pid: int) -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from triton_omni.backends.config import paths
 from triton_omni.backends.config.paths import ENGINE_PYTHON_VARIABLE, HOME_VARIABLE, MODELS_VARIABLE, absolute
 from triton_omni.backends.supervisor.errors import Problem
 from triton_omni.backends.supervisor.home import Home
@@ -60,9 +61,15 @@ def find_server(home: Home, environ: Mapping[str, str] | None = None, container:
     ours |= {
         "PATH": f"{home.stub / 'bin'}:{environ.get('PATH', os.defpath)}",  # the stub runs the first python3 on PATH
         "VIRTUAL_ENV": str(home.stub),
-        "LD_LIBRARY_PATH": str(link_libpython(home)),
+        "LD_LIBRARY_PATH": library_path(home, environ),
     }
     return Server(binary, home.tritonserver_tree / "backends", ours, in_container=False)
+
+
+def library_path(home: Home, environ: Mapping[str, str]) -> str:
+    """LD_LIBRARY_PATH of a local server: the stub's libpython, and NVIDIA's driver if it is found there only."""
+    driver = paths.driver_library_path(environ.get("LD_LIBRARY_PATH", ""))
+    return f"{link_libpython(home)}:{driver}" if driver else str(link_libpython(home))
 
 
 def link_libpython(home: Home) -> Path:

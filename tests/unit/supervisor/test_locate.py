@@ -53,6 +53,14 @@ def test_local_server_environment(tmp_path: Path) -> None:
     assert environment["TRITON_OMNI_ENGINE_PYTHON"] == str(home.engine_python)
 
 
+def test_the_drivers_folder_on_the_library_path_reaches_the_server(tmp_path: Path) -> None:
+    home = local_home(tmp_path)
+    (tmp_path / "libcuda.so.1").touch()
+    environ = {"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}
+    server = find_server(home, environ, container=tmp_path / "none")
+    assert server.environment["LD_LIBRARY_PATH"] == f"{home.libpython}:{tmp_path}"
+
+
 def test_container_layout_wins_and_needs_no_overlay(tmp_path: Path) -> None:
     home, container = local_home(tmp_path), tmp_path / "opt"
     (container / "bin").mkdir(parents=True)
