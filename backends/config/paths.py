@@ -16,8 +16,12 @@ import stat
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
-REPO = Path(__file__).resolve().parents[2]
+BACKENDS = Path(__file__).resolve().parents[1]
+REPO = BACKENDS.parent
+Build = Literal["cpu", "cuda"]
+"""A build of vLLM and torch; also the platform whose block of a deploy file counts."""
 HOME_VARIABLE = "TRITON_OMNI_HOME"
 ENGINE_PYTHON_VARIABLE = "TRITON_OMNI_ENGINE_PYTHON"
 MODELS_VARIABLE = "TRITON_OMNI_MODELS"
@@ -31,7 +35,7 @@ def is_checkout(folder: Path = REPO) -> bool:
 
 
 def absolute(given: str | Path) -> Path:
-    """A path that still leads there from another folder: what we start does not run in ours."""
+    """An absolute path: child processes run in other folders."""
     return Path(given).expanduser().absolute()
 
 
@@ -47,12 +51,22 @@ def home(repo: Path = REPO) -> Path:
 
 
 def engine_python() -> Path:
-    """The interpreter that runs engine workers: ours if it was set up, else the one that runs now."""
+    """The interpreter of engine workers: the home's if it was set up, else the running one."""
     given = os.environ.get(ENGINE_PYTHON_VARIABLE)
     if given:
         return absolute(given)
     ours = home() / "engine" / "bin" / "python"
     return ours if ours.exists() else Path(sys.executable)
+
+
+def build_of(environment: Path) -> Build:
+    """Which vLLM a virtual environment holds; "cpu" where there is none."""
+    return "cuda" if any(environment.glob("lib/python*/site-packages/vllm-*.dist-info")) else "cpu"
+
+
+def engine_build() -> Build:
+    """The build of the environment that runs engine workers."""
+    return build_of(engine_python().parent.parent)
 
 
 def models_dir() -> Path:
@@ -71,7 +85,7 @@ def driver_library_path(library_path: str) -> str:
 
 
 def run_dir(server_pid: int) -> Path:
-    """The private folder of the server with this pid; made if missing, refused if it is not ours alone."""
+    """The private folder of the server with this pid, created if missing; PermissionError if others have access."""
     given = os.environ.get(RUN_DIR_VARIABLE)
     path = Path(given) if given else Path(tempfile.gettempdir()) / f"triton-omni-{os.getuid()}" / run_name(server_pid)
     if not given:
@@ -99,6 +113,6 @@ def start_time(pid: int) -> int:
 
 
 def _check_private(path: Path) -> None:
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(f"{path} must be a directory of this user with mode 0700")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from triton_omni.backends.config import paths
+from triton_omni.backends.config.environment import clean_environment
 from triton_omni.backends.control.records import State
 
 log = logging.getLogger("triton_omni.stub")
@@ -21,8 +22,6 @@ LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0  # a worker that served this long was healthy: its death resets the back-off
 GIVE_UP_AFTER = 8  # consecutive deaths; further starts would only repeat the same failure
 TERMINATE_S = 10.0
-# The stub's own path settings must not reach an interpreter of another environment.
-_DROPPED = ("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "LD_PRELOAD", "__PYVENV_LAUNCHER__")
 
 
 @dataclass
@@ -50,7 +49,9 @@ class Command:
 
 def inherited_environment() -> dict[str, str]:
     """What a worker inherits of the stub's environment."""
-    environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+    environment = clean_environment(os.environ)
+    environment.pop("LD_PRELOAD", None)
+    environment.pop("LD_LIBRARY_PATH", None)
     environment |= {"PYTHONUTF8": "1", "PYTHONUNBUFFERED": "1"}
     driver = paths.driver_library_path(os.environ.get("LD_LIBRARY_PATH", ""))
     return environment | {"LD_LIBRARY_PATH": driver} if driver else environment
