@@ -48,7 +48,7 @@ class Credits:
     window: int = WINDOW_CHUNKS
     limit: int = LINK_CHUNKS
     total: int = 0
-    used: dict[tuple[bytes, str], int] = field(default_factory=dict)
+    used: dict[tuple[bytes, str], int] = field(default_factory=dict[tuple[bytes, str], int])
 
     def free(self, key: tuple[bytes, str]) -> bool:
         """True if one more chunk of this run and edge may go out."""

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,7 @@ class Hub:
         return items
 
     @contextlib.contextmanager
-    def joined(self) -> Iterator[None]:
+    def joined(self) -> Generator[None]:
         """Join what the body sends to each peer into a few packets, sent at its end; order is kept."""
         for peer in self._peers:
             peer.connector.link.joining = True
