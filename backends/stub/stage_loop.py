@@ -30,6 +30,7 @@ from triton_omni.backends.core.errors import (
     OmniError,
     StageFailed,
     Unavailable,
+    describe,
 )
 from triton_omni.backends.stub.worker_process import WorkerProcess
 
@@ -182,7 +183,7 @@ class StageLoop:
             return self._hand_over(call)
         except Exception as error:  # loop boundary: the call must be ended
             log.exception("a call could not be handed over")
-            self._fail(call, Internal(f"{type(error).__name__}: {error}"))
+            self._fail(call, Internal(describe(error)))
             return True
 
     def _hand_over(self, call: StageCall) -> bool:

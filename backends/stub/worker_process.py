@@ -48,7 +48,7 @@ class Command:
 
 
 def inherited_environment() -> dict[str, str]:
-    """What a worker inherits of the stub's environment."""
+    """The stub's environment without the path settings of its own interpreter and libraries."""
     environment = clean_environment(os.environ)
     environment.pop("LD_PRELOAD", None)
     environment.pop("LD_LIBRARY_PATH", None)
