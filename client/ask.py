@@ -31,11 +31,12 @@ from triton_omni.pieces import Piece
 from triton_omni.subtitles import Phrase, srt, vtt
 from triton_omni.sync import Client
 
-Show = Callable[[str], None]
+Say = Callable[[str], None]
+TRANSCRIPTS = ("text", "srt", "vtt", "json")
 
 
 class WavFile:
-    """16-bit mono speech, written while it arrives. The file is created with the first samples."""
+    """16-bit mono speech, written as it comes. There is no file before there is sound."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -66,32 +67,32 @@ class WavFile:
             self._sink.close()
 
 
-def chat(client: Client, options: argparse.Namespace, show: Show) -> int:
-    """Ask one question, or chat line by line."""
+def chat(client: Client, options: argparse.Namespace, say: Say) -> int:
+    """One question, or a conversation."""
     history = [Message("system", options.system)] if options.system else []
     media = Media()
-    parts = [
+    shown = [
         add(_content(client, source))
         for sources, add in ((options.image, media.image), (options.audio, media.audio), (options.video, media.video))
         for source in sources
     ]
     for prompt in [options.prompt] if options.prompt else _prompts():
-        history.append(Message("user", (*parts, Part("text", prompt)) if parts else prompt))
-        parts = []
-        answer = _answer(client, options, tuple(history), media, show)
+        history.append(Message("user", (*shown, Part("text", prompt)) if shown else prompt))
+        shown = []
+        answer = _answer(client, options, tuple(history), media, say)
         history.append(Message("assistant", answer))
-    show("\n")
+    say("\n")
     return 0
 
 
 def _content(client: Client, source: str) -> bytes:
-    """The bytes of a file or URL. Raises OSError or MediaError."""
+    """What is in a file or behind a URL. Raises OSError or MediaError."""
     is_url = "://" in source or is_data_url(source)
     return client.read_url(source) if is_url else Path(source).read_bytes()
 
 
 def _prompts() -> Iterator[str]:
-    """Lines typed by the user until Ctrl-D."""
+    """Lines that a person types; Ctrl-D ends."""
     while True:
         try:
             line = input("you: ").strip()
@@ -101,9 +102,7 @@ def _prompts() -> Iterator[str]:
             yield line
 
 
-def _answer(
-    client: Client, options: argparse.Namespace, messages: tuple[Message, ...], media: Media, show: Show
-) -> str:
+def _answer(client: Client, options: argparse.Namespace, messages: tuple[Message, ...], media: Media, say: Say) -> str:
     request = GenerateRequest(
         messages=messages,
         modalities=("text", "audio") if options.speak else ("text",),
@@ -113,35 +112,35 @@ def _answer(
     text: list[str] = []
     end = Event("end")
     pieces = _pieces(client, options.model, request, media)
-    with closing(pieces), WavFile(options.speak or Path()) as wav:
+    with closing(pieces), WavFile(options.speak or Path()) as sound:
         for piece in pieces:
             if piece.text is not None:
-                show(piece.text)
+                say(piece.text)
                 text.append(piece.text)
             if piece.audio is not None:
-                wav.add(piece.audio, int(piece.event.meta["sample_rate"]))
+                sound.add(piece.audio, int(piece.event.meta["sample_rate"]))
             end = piece.event
-    show(f"\n[{_facts(end, wav.seconds, options.speak)}]\n")
+    say(f"\n[{_facts(end, sound.seconds, options.speak)}]\n")
     return "".join(text)
 
 
-def speak(client: Client, options: argparse.Namespace, show: Show) -> int:
-    """Speak a text into a WAV file."""
+def speak(client: Client, options: argparse.Namespace, say: Say) -> int:
+    """A text as speech."""
     request = GenerateRequest(
         operation="speech", input=options.text, speech=SpeechParams(options.voice, speed=options.speed)
     )
     end = Event("end")
-    with closing(_pieces(client, options.model, request, Media())) as pieces, WavFile(options.out) as wav:
+    with closing(_pieces(client, options.model, request, Media())) as pieces, WavFile(options.out) as sound:
         for piece in pieces:
             if piece.audio is not None:
-                wav.add(piece.audio, int(piece.event.meta["sample_rate"]))
+                sound.add(piece.audio, int(piece.event.meta["sample_rate"]))
             end = piece.event
-    show(f"{_facts(end, wav.seconds, options.out)}\n")
+    say(f"{_facts(end, sound.seconds, options.out)}\n")
     return 0
 
 
-def transcribe(client: Client, options: argparse.Namespace, show: Show) -> int:
-    """Transcribe a file: text while it arrives, other formats at the end."""
+def transcribe(client: Client, options: argparse.Namespace, say: Say) -> int:
+    """The words in a sound; a text as it is heard, other forms at the end."""
     media = Media()
     part = media.audio(_content(client, options.source))
     request = GenerateRequest(
@@ -149,47 +148,42 @@ def transcribe(client: Client, options: argparse.Namespace, show: Show) -> int:
         messages=(Message("user", (part,)),),
         transcription=TranscriptionParams(word_timestamps=options.words),
     )
-    phrases: list[Phrase] = []
-    segments: list[dict[str, Any]] = []
+    heard: list[Phrase] = []
+    facts: list[dict[str, Any]] = []
     with closing(_pieces(client, options.model, request, media)) as pieces:
         for piece in pieces:
             if piece.event.type != "transcript" or piece.text is None:
                 continue
             meta = piece.event.meta
-            phrases.append(Phrase(meta["start_s"], meta["end_s"], piece.text))
-            segments.append({"text": piece.text, **{name: meta[name] for name in _TIMED if name in meta}})
+            heard.append(Phrase(meta["start_s"], meta["end_s"], piece.text))
+            facts.append({"text": piece.text, **{name: meta[name] for name in _TIMED if name in meta}})
             if options.format == "text":
-                show(piece.text)
-    whole = {"text": "".join(phrase.text for phrase in phrases), "segments": segments}
-    rest = {
-        "text": "\n",
-        "srt": srt(phrases),
-        "vtt": vtt(phrases),
-        "json": json.dumps(whole, ensure_ascii=False) + "\n",
-    }
-    show(rest[options.format])
+                say(piece.text)
+    whole = {"text": "".join(phrase.text for phrase in heard), "segments": facts}
+    rest = {"text": "\n", "srt": srt(heard), "vtt": vtt(heard), "json": json.dumps(whole, ensure_ascii=False) + "\n"}
+    say(rest[options.format])
     return 0
 
 
 _TIMED = ("start_s", "end_s", "language", "words")
 
 
-def draw(client: Client, options: argparse.Namespace, show: Show) -> int:
-    """Generate an image."""
-    return _image(client, options, GenerateRequest(operation="image", input=options.prompt), Media(), show)
+def draw(client: Client, options: argparse.Namespace, say: Say) -> int:
+    """A picture."""
+    return _picture(client, options, GenerateRequest(operation="image", input=options.prompt), Media(), say)
 
 
-def edit(client: Client, options: argparse.Namespace, show: Show) -> int:
-    """Edit an image."""
+def edit(client: Client, options: argparse.Namespace, say: Say) -> int:
+    """A picture made of another one."""
     media = Media()
-    parts = [media.image(_content(client, options.image), alpha="drop")]
+    parts = [media.image(_content(client, options.picture), alpha="drop")]
     if options.mask:
         parts.append(media.mask(_content(client, options.mask)))
     message = Message("user", (*parts, Part("text", options.prompt)))
-    return _image(client, options, GenerateRequest(operation="edit", messages=(message,)), media, show)
+    return _picture(client, options, GenerateRequest(operation="edit", messages=(message,)), media, say)
 
 
-def _image(client: Client, options: argparse.Namespace, request: GenerateRequest, media: Media, show: Show) -> int:
+def _picture(client: Client, options: argparse.Namespace, request: GenerateRequest, media: Media, say: Say) -> int:
     from PIL import Image
 
     width, height = options.size or (None, None)
@@ -198,11 +192,11 @@ def _image(client: Client, options: argparse.Namespace, request: GenerateRequest
     with closing(_pieces(client, options.model, request, media)) as pieces:
         for piece in pieces:
             if piece.event.type == "progress":
-                show(f"\rstep {piece.event.meta.get('step', '?')} of {piece.event.meta.get('steps', '?')} ")
+                say(f"\rstep {piece.event.meta.get('step', '?')} of {piece.event.meta.get('steps', '?')} ")
             elif piece.image is not None:
                 Image.fromarray(piece.image).save(options.out)
                 height, width = piece.image.shape[:2]
-                show(f"\r{options.out}: {width}x{height}, seed {piece.event.meta.get('seed', '?')}\n")
+                say(f"\r{options.out}: {width}x{height}, seed {piece.event.meta.get('seed', '?')}\n")
     return 0
 
 

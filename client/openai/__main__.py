@@ -13,9 +13,9 @@ import uvicorn
 from triton_omni.backends.telemetry.logs import stderr_handler
 from triton_omni.connection import AsyncClient
 from triton_omni.openai.http.app import Settings, make_app
-from triton_omni.openai.http.bodies import Limits
+from triton_omni.openai.http.bodies import BodyLimits
 from triton_omni.openai.http.budget import HELD_BYTES
-from triton_omni.openai.http.protocol import Protocol
+from triton_omni.openai.http.protocol import Protocol, check_uvicorn
 
 API_KEY_VARIABLE = "TRITON_OMNI_API_KEY"
 GRACE_S = 5
@@ -41,25 +41,26 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def pairs(given: list[str]) -> dict[str, str]:
-    """ALIAS=PIPELINE, or a name that stands for itself."""
-    return {left: right or left for left, _, right in (item.partition("=") for item in given)}
+def pairs(items: list[str]) -> dict[str, str]:
+    """KEY=VALUE, or a key that is its own value."""
+    return {left: right or left for left, _, right in (item.partition("=") for item in items)}
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Serve until a signal comes."""
-    page = options.metrics
-    url = "" if not page else page if "://" in page else f"http://{page}/metrics"
-    limits = Limits(held_bytes=options.held_mib << 20)
+    """Serve until a signal arrives."""
+    address = options.metrics
+    url = "" if not address else address if "://" in address else f"http://{address}/metrics"
+    limits = BodyLimits(held_bytes=options.held_mib << 20)
     settings = Settings(pairs(options.model), options.api_key, url, options.private_urls, limits)
-    # gRPC's channel belongs to the loop that it is made in, so it is made here.
+    # A gRPC channel belongs to the event loop in which it is created.
     app = make_app(AsyncClient(options.triton, pairs(options.header)), settings)
     config = uvicorn.Config(
         app, options.host, options.port, loop="asyncio", timeout_graceful_shutdown=GRACE_S,
-        http=Protocol,  # upon h11: httptools bounds neither a header nor their number
+        http=Protocol,  # on h11: httptools bounds neither the size of headers nor their number
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        log_config=None,  # uvicorn's loggers write where all others do, in one format
+        log_config=None,  # uvicorn's loggers share the format of all others
     )  # fmt: skip
+    check_uvicorn(config)
     await uvicorn.Server(config).serve()
 
 
@@ -67,7 +68,7 @@ def main() -> None:
     """Run the proxy."""
     handler = stderr_handler("%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per look at Triton's metrics is too many
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per read of Triton's metrics is too many
     asyncio.run(serve(arguments().parse_args()))
 
 

@@ -4,32 +4,39 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from triton_omni.openai.endpoints.chat_answer import Chunks, Head, Whole
+from triton_omni.openai.endpoints.chat_answer import ChatCompletion, ChunkStream, Head
 from triton_omni.openai.endpoints.chat_request import read_chat
-from triton_omni.openai.endpoints.messages import Reader
+from triton_omni.openai.endpoints.schemas import ChatBody
 from triton_omni.openai.http import sse
 from triton_omni.openai.http.bodies import read_json
-from triton_omni.openai.http.calls import open_pieces, shared_of
+from triton_omni.openai.http.calls import open_pieces
+from triton_omni.openai.http.context import context_of
 from triton_omni.openai.http.pools import in_thread
+from triton_omni.pieces import Piece
 
 
 async def complete(request: Request) -> Response:
-    """Answer a chat with text, speech and its transcript, or pictures; at once or as a stream."""
-    shared = shared_of(request)
-    call = await read_chat(await read_json(request), Reader(shared, request.state.share))
-    head = Head(f"chatcmpl-{request.state.request_id}", int(time.time()), call.call.model)
-    pieces = await open_pieces(request, call.call)
+    """Answer a chat with text, audio and its transcript, or images; at once or as a stream."""
+    context = context_of(request)
+    services = context.services
+    call = await read_chat(await read_json(request, ChatBody), context)
+    head = Head(f"chatcmpl-{context.request_id}", int(time.time()), call.call.model)
+    pieces = await open_pieces(context, call.call)
     if not call.is_stream:
-        whole = Whole(call)
+        completion = ChatCompletion(call)
         async for run, piece in pieces:
-            whole.on(run, piece)
-        return JSONResponse(await in_thread(shared.pools.answers, whole.completion, head, shared.transcripts))
+            completion.on(run, piece)
+        return JSONResponse(await in_thread(services.pools.answers, completion.body, head, services.transcripts))
     await pieces.begin()
-    chunks = Chunks(call, head, shared.transcripts)
+    chunks = ChunkStream(call, head, services.transcripts)
     first = b"".join(map(sse.data, chunks.start()))
-    turn = lambda run, piece: map(sse.data, chunks.on(run, piece))  # noqa: E731
-    return sse.response(sse.body(shared.pools, pieces, turn, first=first, last=sse.DONE))
+
+    def to_bytes(run: int, piece: Piece) -> Iterable[bytes]:
+        return map(sse.data, chunks.on(run, piece))
+
+    return sse.response(sse.body(services.pools, pieces, to_bytes, first=first, last=sse.DONE))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of an answer → OpenAI's chat completion, at once or as chunks. Pure state machines, no I/O."""
+"""Output pieces → OpenAI's chat completion, at once or as chunks. Pure state machines, no I/O."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy as np
 from triton_omni.backends.wire import Event
 from triton_omni.openai.endpoints.chat_request import ChatCall
 from triton_omni.openai.endpoints.image_request import as_base64
-from triton_omni.openai.endpoints.tools import calls_of
-from triton_omni.openai.endpoints.transcripts import Transcripts
+from triton_omni.openai.endpoints.schemas import Json
+from triton_omni.openai.http.transcripts import Transcripts
 from triton_omni.openai.media import audio
+from triton_omni.openai.media.audio import PCM_HZ
 from triton_omni.pieces import Piece
 
-Json = dict[str, Any]
 PCM_STEP = 6
-"""Bytes. Clients join base64 texts, so all but the last must stand for a multiple of 3 bytes, and of a sample."""
+"""Bytes. Clients join base64 strings, so all but the last must encode a multiple of 3 bytes, and of a sample."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What is the same in every chunk of one answer."""
+    """What is equal in every chunk of one answer."""
 
     id: str
     created: int
@@ -33,23 +33,23 @@ class Head:
 
 
 def usage_of(*ends: Event) -> Json:
-    """OpenAI's token counts from those of the end events of all runs. Tokens of speech are its codec frames."""
+    """OpenAI's token counts from the end events of all runs. Audio tokens are codec frames."""
     counts = [{name: int(value) for name, value in end.usage.items()} for end in ends]
     text = sum(count.get("completion_tokens", 0) for count in counts)
-    spoken = sum(count.get("audio_tokens", count.get("audio_frames", 0)) for count in counts)
-    read = counts[0]  # every run reads the same
-    prompt = read.get("prompt_tokens", 0)
+    audio_tokens = sum(count.get("audio_tokens", count.get("audio_frames", 0)) for count in counts)
+    first = counts[0]  # the prompt is the same for every run
+    prompt = first.get("prompt_tokens", 0)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": text + spoken,
-        "total_tokens": prompt + text + spoken,
+        "completion_tokens": text + audio_tokens,
+        "total_tokens": prompt + text + audio_tokens,
         "prompt_tokens_details": {
-            "audio_tokens": read.get("prompt_audio_tokens", 0),
-            "cached_tokens": read.get("cached_tokens", 0),
+            "audio_tokens": first.get("prompt_audio_tokens", 0),
+            "cached_tokens": first.get("cached_tokens", 0),
         },
         "completion_tokens_details": {
             "text_tokens": text,
-            "audio_tokens": spoken,
+            "audio_tokens": audio_tokens,
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
@@ -72,21 +72,29 @@ def logprobs_of(event: Event, top: int) -> list[Json]:
 
 
 def finish_reason_of(event: Event) -> str:
-    """OpenAI's word for why the answer ended."""
+    """OpenAI's finish reason."""
     return event.finish_reason or "stop"
 
 
-def picture_of(pixels: np.ndarray, index: int) -> Json:
-    """A picture as OpenRouter's `images` carry it; `index` lets SDKs join the deltas of a stream."""
+def tool_calls_of(event: Event) -> list[Json]:
+    """Function calls of an event; each arrives once and complete."""
+    return [
+        {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+        for call in event.meta.get("tool_calls", [])
+    ]
+
+
+def image_part(pixels: np.ndarray, index: int) -> Json:
+    """An image as an entry of OpenRouter's `images`; `index` lets SDKs join the deltas of a stream."""
     return {
         "type": "image_url", "index": index, "image_url": {"url": f"data:image/png;base64,{as_base64(pixels)}"},
     }  # fmt: skip
 
 
-class Choice:
+class ChoiceStream:
     """The chunks' choices of one run, in OpenAI's order:
 
-    role; audio id; transcript and data, or text, or calls, or pictures, as they come; expires_at; finish reason.
+    role; audio id; transcript and data, or text, or calls, or images, as they arrive; expires_at; finish reason.
     """
 
     def __init__(self, call: ChatCall, index: int, transcripts: Transcripts) -> None:
@@ -94,22 +102,22 @@ class Choice:
         self._call = call
         self._index = index
         self._transcripts = transcripts
-        self._is_spoken = call.audio_format is not None
-        self._audio_id = transcripts.new_id() if self._is_spoken else ""
+        self._has_audio = call.audio_format is not None
+        self._audio_id = transcripts.new_id() if self._has_audio else ""
         self._transcript: list[str] = []
         self._encoder: audio.Encoder | None = None
         self._held = b""
-        self._pictures = 0
-        self._calls = 0
+        self._images = 0
+        self._tool_calls = 0
 
     def start(self) -> Iterable[Json]:
-        """What comes before any piece."""
+        """Choices before any piece."""
         yield self._choice({"role": "assistant", "content": "", "refusal": None})
-        if self._is_spoken:
+        if self._has_audio:
             yield self._choice({"audio": {"id": self._audio_id, "transcript": ""}})
 
     def on(self, piece: Piece) -> Iterable[Json]:
-        """What comes for a piece."""
+        """Choices for a piece."""
         if piece.event.type == "text" and piece.text is not None:
             calls = list(self._new_calls(piece.event))
             if piece.text or not calls:
@@ -117,29 +125,29 @@ class Choice:
             if calls:
                 yield self._choice({"tool_calls": calls})
         if piece.audio is not None:
-            yield from self._speech(piece.audio, piece.event)
+            yield from self._audio(piece.audio, piece.event)
         if piece.image is not None and not piece.event.meta.get("partial"):
-            yield self._choice({"images": [picture_of(piece.image, self._pictures)]})
-            self._pictures += 1
+            yield self._choice({"images": [image_part(piece.image, self._images)]})
+            self._images += 1
         if piece.event.type == "end":
             yield from self._end(piece.event)
 
     def _new_calls(self, event: Event) -> Iterable[Json]:
-        for call in calls_of(event):
-            if not (self._call.one_call and self._calls):
-                yield {"index": self._calls, **call}
-                self._calls += 1
+        for call in tool_calls_of(event):
+            if not (self._call.one_call and self._tool_calls):
+                yield {"index": self._tool_calls, **call}
+                self._tool_calls += 1
 
     def _text(self, text: str, event: Event) -> Json:
         logprobs = None
         if self._call.top_logprobs is not None:
             logprobs = {"content": logprobs_of(event, self._call.top_logprobs), "refusal": None}
-        if not self._is_spoken:
+        if not self._has_audio:
             return self._choice({"content": text}, logprobs=logprobs)
         self._transcript.append(text)
         return self._choice({"audio": {"transcript": text}}, logprobs=logprobs)
 
-    def _speech(self, samples: np.ndarray, event: Event) -> Iterable[Json]:
+    def _audio(self, samples: np.ndarray, event: Event) -> Iterable[Json]:
         if self._encoder is None:
             self._encoder = audio.encoder("pcm16", int(event.meta["sample_rate"]))
         self._held += self._encoder.feed(samples)
@@ -154,7 +162,7 @@ class Choice:
         self.end = event
         if self._encoder is not None:
             yield from self._data(self._held + self._encoder.finish())
-        if self._is_spoken:
+        if self._has_audio:
             expires_at = self._transcripts.keep(self._audio_id, "".join(self._transcript))
             yield self._choice({"audio": {"expires_at": expires_at}})
         yield self._choice({}, finish_reason=finish_reason_of(event))
@@ -163,21 +171,21 @@ class Choice:
         return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-class Chunks:
-    """The chunks of one streamed answer: those of its choices as they come, and at the end the usage of all."""
+class ChunkStream:
+    """The chunks of one streamed answer: its choices as they arrive, and at the end the usage of all."""
 
     def __init__(self, call: ChatCall, head: Head, transcripts: Transcripts) -> None:
         self._with_usage = call.with_usage
         self._head = head
-        self._choices = [Choice(call, index, transcripts) for index in range(call.call.runs)]
+        self._choices = [ChoiceStream(call, index, transcripts) for index in range(call.call.runs)]
 
     def start(self) -> Iterable[Json]:
         """The chunks before any piece."""
-        return [self._chunk([made], None) for choice in self._choices for made in choice.start()]
+        return [self._chunk([entry], None) for choice in self._choices for entry in choice.start()]
 
     def on(self, run: int, piece: Piece) -> Iterable[Json]:
         """The chunks for a piece."""
-        chunks = [self._chunk([made], None) for made in self._choices[run].on(piece)]
+        chunks = [self._chunk([entry], None) for entry in self._choices[run].on(piece)]
         ends = [choice.end for choice in self._choices if choice.end is not None]
         if self._with_usage and piece.event.type == "end" and len(ends) == len(self._choices):
             chunks.append(self._chunk([], usage_of(*ends)))
@@ -193,43 +201,43 @@ class Chunks:
 
 
 @dataclass
-class Run:
-    """What one run of an answer that is sent at once has made so far."""
+class ChoiceParts:
+    """The output of one run so far, for an answer that is sent at once."""
 
     text: list[str] = field(default_factory=list[str])
-    speech: list[np.ndarray] = field(default_factory=list[np.ndarray])
-    pictures: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    audio: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    images: list[np.ndarray] = field(default_factory=list[np.ndarray])
     logprobs: list[Json] = field(default_factory=list[Json])
-    calls: list[Json] = field(default_factory=list[Json])
-    rate_hz: int = audio.PCM_HZ
+    tool_calls: list[Json] = field(default_factory=list[Json])
+    rate_hz: int = PCM_HZ
     end: Event = field(default_factory=lambda: Event("end"))
 
 
-class Whole:
+class ChatCompletion:
     """An answer that is sent at once: collects the pieces, then builds the completion."""
 
     def __init__(self, call: ChatCall) -> None:
         self._call = call
-        self._runs = [Run() for _ in range(call.call.runs)]
+        self._runs = [ChoiceParts() for _ in range(call.call.runs)]
 
-    def on(self, number: int, piece: Piece) -> None:
-        """Take a piece."""
-        run = self._runs[number]
+    def on(self, index: int, piece: Piece) -> None:
+        """Take a piece of one run."""
+        run = self._runs[index]
         if piece.event.type == "end":
             run.end = piece.event
         if piece.text is not None and piece.event.type == "text":
             run.text.append(piece.text)
-            run.calls += calls_of(piece.event)
+            run.tool_calls += tool_calls_of(piece.event)
             if self._call.top_logprobs is not None:
                 run.logprobs += logprobs_of(piece.event, self._call.top_logprobs)
         if piece.audio is not None:
-            run.speech.append(piece.audio)
+            run.audio.append(piece.audio)
             run.rate_hz = int(piece.event.meta["sample_rate"])
         if piece.image is not None and not piece.event.meta.get("partial"):
-            run.pictures.append(piece.image)
+            run.images.append(piece.image)
 
-    def completion(self, head: Head, transcripts: Transcripts) -> Json:
-        """The chat completion; encodes speech and pictures."""
+    def body(self, head: Head, transcripts: Transcripts) -> Json:
+        """The response body; encodes audio and images."""
         choices = [
             {
                 "index": index,
@@ -244,9 +252,9 @@ class Whole:
             "choices": choices, "usage": usage_of(*(run.end for run in self._runs)), "system_fingerprint": None,
         }  # fmt: skip
 
-    def _message(self, run: Run, transcripts: Transcripts) -> Json:
+    def _message(self, run: ChoiceParts, transcripts: Transcripts) -> Json:
         text = "".join(run.text)
-        is_silent = not text and bool(run.pictures or run.calls)
+        is_silent = not text and bool(run.images or run.tool_calls)
         message: Json = {
             "role": "assistant",
             "content": None if is_silent else text,
@@ -254,19 +262,19 @@ class Whole:
             "annotations": [],
         }
         if self._call.audio_format is not None and not is_silent:
-            message |= {"content": None, "audio": _spoken(self._call.audio_format, run, text, transcripts)}
-        if run.calls:
-            message["tool_calls"] = run.calls[: 1 if self._call.one_call else None]
-        if run.pictures:
-            message["images"] = [picture_of(pixels, index) for index, pixels in enumerate(run.pictures)]
+            message |= {"content": None, "audio": _audio_message(self._call.audio_format, run, text, transcripts)}
+        if run.tool_calls:
+            message["tool_calls"] = run.tool_calls[: 1 if self._call.one_call else None]
+        if run.images:
+            message["images"] = [image_part(pixels, index) for index, pixels in enumerate(run.images)]
         return message
 
 
-def _spoken(kind: str, run: Run, transcript: str, transcripts: Transcripts) -> Json:
+def _audio_message(file_format: str, run: ChoiceParts, transcript: str, transcripts: Transcripts) -> Json:
     audio_id = transcripts.new_id()
     return {
         "id": audio_id,
-        "data": base64.b64encode(audio.encode(kind, run.rate_hz, run.speech)).decode(),
+        "data": base64.b64encode(audio.encode(file_format, run.rate_hz, run.audio)).decode(),
         "expires_at": transcripts.keep(audio_id, transcript),
         "transcript": transcript,
     }

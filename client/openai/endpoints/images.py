@@ -1,87 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/images/generations: pictures from a description, with previews if the client wants them. Answers and events
-are those of edits, too."""
+"""POST /v1/images/generations: images from a description, with previews on request. Edits share answers and events."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from triton_omni.backends.wire import Event, OmniError
-from triton_omni.openai.endpoints.image_request import DrawCall, read_draw
+from triton_omni.openai.endpoints.image_request import UNSUPPORTED, ImageCall, read_image_call
+from triton_omni.openai.endpoints.schemas import ImageBody, Json
 from triton_omni.openai.http import sse
 from triton_omni.openai.http.bodies import read_json
-from triton_omni.openai.http.calls import Call, open_pieces, shared_of
+from triton_omni.openai.http.calls import BackendCall, open_pieces
+from triton_omni.openai.http.context import RequestContext, context_of
 from triton_omni.openai.http.errors import ApiError, invalid
 from triton_omni.openai.http.pools import in_thread
 from triton_omni.pieces import Piece
 
 _EVENTS = {"image": "image_generation", "edit": "image_edit"}
-_ABLE = {"image": "draw from text", "edit": "edit pictures"}
+_VERBS = {"image": "make images from text", "edit": "edit images"}
 
 
 async def generate(request: Request) -> Response:
-    """Draw."""
-    return await answer(request, read_draw(await read_json(request)))
+    """Make images."""
+    return await image_response(context_of(request), read_image_call(await read_json(request, ImageBody, UNSUPPORTED)))
 
 
-async def answer(request: Request, call: DrawCall) -> Response:
-    """The pictures, or the events of a stream."""
-    pools = shared_of(request).pools
-    pieces = await open_pieces(request, call.call)
+async def image_response(context: RequestContext, call: ImageCall) -> Response:
+    """The images, or the events of a stream."""
+    pools = context.services.pools
+    pieces = await open_pieces(context, call.call)
     try:
         await pieces.begin()
     except ApiError as error:
-        raise await _naming_others(request, call.call, error) from error
+        raise await _naming_others(context, call.call, error) from error
+    answer = ImageAnswer(call)
     if call.is_stream:
-        return sse.response(sse.body(pools, pieces, Drawing(call).events))
-    drawing = Drawing(call)
+        return sse.response(sse.body(pools, pieces, answer.events))
     async for _, piece in pieces:
-        drawing.on(piece)
-    return JSONResponse(await in_thread(pools.answers, drawing.answer))
+        answer.on(piece)
+    return JSONResponse(await in_thread(pools.answers, answer.body))
 
 
-async def _naming_others(request: Request, call: Call, error: ApiError) -> ApiError:
-    """If the model is the wrong one for this URL: the error with the names of those that can."""
+async def _naming_others(context: RequestContext, call: BackendCall, error: ApiError) -> ApiError:
+    """If the model is the wrong one for this URL: the error with the names of those that fit."""
     if error.param != "model":
         return error
     operation = call.request.operation
     try:
-        states = await shared_of(request).catalogue.states()
-    except OmniError:  # the list is an extra
+        states = await context.services.catalogue.states()
+    except OmniError:  # the names are a hint only
         return error
     able = [model for model, state in states.items() if operation in state.get("operations", ())]
     others = f"these can: {', '.join(able)}" if able else "no model here can"
-    return invalid("model", f"The model '{call.model}' does not {_ABLE[operation]}; {others}.", error.code)
+    return invalid("model", f"The model '{call.model}' does not {_VERBS[operation]}; {others}.", error.code)
 
 
-def usage_of(event: Event) -> dict[str, Any]:
-    """OpenAI's counts for pictures."""
-    prompt, made, seen = (
+def image_usage(event: Event) -> Json:
+    """OpenAI's token counts of images."""
+    prompt, output, from_images = (
         int(event.usage.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "prompt_image_tokens")
     )
     return {
         "input_tokens": prompt,
-        "output_tokens": made,
-        "total_tokens": prompt + made,
-        "input_tokens_details": {"text_tokens": prompt - seen, "image_tokens": seen},
-        "output_tokens_details": {"text_tokens": 0, "image_tokens": made},
+        "output_tokens": output,
+        "total_tokens": prompt + output,
+        "input_tokens_details": {"text_tokens": prompt - from_images, "image_tokens": from_images},
+        "output_tokens_details": {"text_tokens": 0, "image_tokens": output},
     }
 
 
-class Drawing:
-    """Pieces of one request → its answer, or its events."""
+class ImageAnswer:
+    """Pieces of one request → its response body, or its events."""
 
-    def __init__(self, call: DrawCall) -> None:
+    def __init__(self, call: ImageCall) -> None:
         self._call = call
         self._created = int(time.time())
-        self._pictures: list[tuple[int, np.ndarray]] = []
-        self._encoded: list[tuple[int, tuple[str, dict[str, Any]]]] = []
+        self._images: list[tuple[int, np.ndarray]] = []
+        self._completed: list[tuple[int, tuple[str, Json]]] = []
         self._end = Event("end")
 
     def on(self, piece: Piece) -> None:
@@ -89,43 +89,44 @@ class Drawing:
         if piece.event.type == "end":
             self._end = piece.event
         elif piece.image is not None and not piece.event.meta.get("partial"):
-            self._pictures.append((int(piece.event.meta.get("index", len(self._pictures))), piece.image))
+            self._images.append((int(piece.event.meta.get("index", len(self._images))), piece.image))
 
-    def answer(self) -> dict[str, Any]:
-        """The whole answer; encodes the pictures."""
-        if not self._pictures:
-            raise ApiError(500, "The server made no picture.", code="internal_error", kind="server_error")
+    def body(self) -> Json:
+        """The response body; encodes the images."""
+        if not self._images:
+            raise ApiError(500, "The server made no image.", code="internal_error", kind="server_error")
         call = self._call
-        pictures = [image for _, image in sorted(self._pictures, key=lambda item: item[0])]
-        entries = [self._entry(call.encode(image)) for image in pictures]
-        facts = call.facts(pictures[0])
-        if call.quality == "auto":  # a word of requests and events only
+        images = [image for _, image in sorted(self._images, key=lambda item: item[0])]
+        entries = [self._entry(call.encode(image)) for image in images]
+        facts = call.facts(images[0])
+        if call.quality == "auto":  # a value of requests and events only
             facts["quality"] = None
-        return {"created": self._created, "data": entries, **facts, "usage": usage_of(self._end)}
+        return {"created": self._created, "data": entries, **facts, "usage": image_usage(self._end)}
 
     def events(self, run: int, piece: Piece) -> Iterable[bytes]:
-        """Previews at once. Finished pictures wait for the end: the usage belongs to the last event.
+        """Previews at once. Finished images wait for the end: the usage belongs to the last event.
 
-        They are encoded as they come, in the thread that a piece with a picture has.
+        They are encoded as they arrive, in the thread of their piece.
         """
         meta = piece.event.meta
         if piece.image is not None and meta.get("partial"):
             name, content = self._content("partial_image", piece.image)
             yield sse.data({**content, "partial_image_index": int(meta.get("partial_image_index", 0))}, name)
         elif piece.image is not None:
-            self._encoded.append((int(meta.get("index", len(self._encoded))), self._content("completed", piece.image)))
+            index = int(meta.get("index", len(self._completed)))
+            self._completed.append((index, self._content("completed", piece.image)))
         elif piece.event.type == "end":
-            for _, (name, content) in sorted(self._encoded, key=lambda item: item[0]):
-                yield sse.data({**content, "usage": usage_of(piece.event)}, name)
+            for _, (name, content) in sorted(self._completed, key=lambda item: item[0]):
+                yield sse.data({**content, "usage": image_usage(piece.event)}, name)
 
-    def _content(self, name: str, image: np.ndarray) -> tuple[str, dict[str, Any]]:
+    def _content(self, name: str, image: np.ndarray) -> tuple[str, Json]:
         """(name, content) of an event."""
         call = self._call
         name = f"{_EVENTS[call.call.request.operation]}.{name}"
         content = {"type": name, "b64_json": call.encode(image), "created_at": self._created}
         return name, {**content, **call.facts(image)}
 
-    def _entry(self, b64: str) -> dict[str, Any]:
+    def _entry(self, b64: str) -> Json:
         if self._call.as_url:
             return {"url": f"data:image/{self._call.file_format};base64,{b64}"}
         return {"b64_json": b64}

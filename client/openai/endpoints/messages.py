@@ -1,159 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI chat messages → ours, and their images, audio and video → the media tensors."""
+"""OpenAI chat messages → ours, and their audio, images and videos → the media tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+
+import msgspec
 
 from triton_omni.backends.wire import Message, Part
 from triton_omni.data_urls import from_base64, from_data_url, is_data_url
 from triton_omni.fetch import read_url
 from triton_omni.media import Media, MediaError
-from triton_omni.openai.endpoints.tools import checked_calls
-from triton_omni.openai.http.budget import Share
-from triton_omni.openai.http.calls import Shared
-from triton_omni.openai.http.errors import invalid, missing, unsupported
-from triton_omni.openai.http.fields import Fields
+from triton_omni.openai.endpoints import schemas
+from triton_omni.openai.endpoints.schemas import ChatMessage, ContentPart
+from triton_omni.openai.http.context import RequestContext
+from triton_omni.openai.http.errors import invalid, missing
 from triton_omni.openai.http.pools import in_thread
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-AUDIO_FORMATS = ("wav", "mp3", "flac", "opus", "ogg", "aac", "m4a", "mp4", "webm")
-MAX_MESSAGES = 2048
 MAX_MEDIA = 32
-MAX_URL_CHARS = 1 << 27
-"""A data URL is a URL; the body's own bound comes first."""
-URL_PARTS = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
-"""Type of a content part → what is at its URL."""
 _ADD = {"image": Media.image, "audio": Media.audio, "video": Media.video}
-UNREAD = ("refusal", "annotations", "function_call", "weight", "images", "reasoning")
-"""What answers carry and clients send back, and what says nothing to a model."""
 
 
-class Reader:
-    """Reads the messages of one request."""
+class MessageReader:
+    """Reads the messages of one request. `with_video_audio`: videos are read together with their audio."""
 
-    def __init__(self, shared: Shared, share: Share) -> None:
-        self.media = Media(share.take)
-        self.with_video_audio = False
-        """Each video part is followed by the video's own audio track."""
+    def __init__(self, context: RequestContext, *, with_video_audio: bool = False) -> None:
+        self.media = Media(context.share.take)
+        self._with_video_audio = with_video_audio
         self._media_count = 0
-        self._shared = shared
+        self._services = context.services
 
-    async def read(self, messages: list[Any]) -> tuple[Message, ...]:
+    async def read(self, messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
         """All messages. Raises ApiError naming the part."""
-        if not messages:
-            raise invalid("messages", "'messages' must have at least one message.")
-        if len(messages) > MAX_MESSAGES:
-            raise invalid("messages", f"'messages' may have {MAX_MESSAGES} messages, not {len(messages)}.")
         return tuple([await self._message(m, f"messages[{i}]") for i, m in enumerate(messages)])
 
-    async def _message(self, value: Any, path: str) -> Message:
-        fields = _fields(value, path)
-        role = fields.choice("role", ROLES)
-        if role is None:
-            raise missing(f"{path}.role")
-        name = fields.text("name") or ""
-        calls = fields.items("tool_calls") or []
-        if calls and role != "assistant":
-            raise invalid(f"{path}.tool_calls", "Only messages of the role 'assistant' have tool calls.")
-        call_id = fields.text("tool_call_id", needed=role == "tool") or ""
-        content = await self._content(fields, path, role, is_optional=bool(calls) or fields.has("images"))
-        fields.nothing_else(UNREAD)
-        return Message(role, content, name, call_id, checked_calls(calls, f"{path}.tool_calls"))  # pyright: ignore[reportArgumentType]
-
-    async def _content(self, fields: Fields, path: str, role: str, *, is_optional: bool) -> str | tuple[Part, ...]:
-        audio = fields.inner("audio")
-        content = fields.take("content")
-        if audio is not None:
-            if role != "assistant":
+    async def _message(self, message: ChatMessage, path: str) -> Message:
+        if message.role != "assistant":
+            if message.tool_calls:
+                raise invalid(f"{path}.tool_calls", "Only messages of the role 'assistant' have tool calls.")
+            if message.audio is not None:
                 raise invalid(f"{path}.audio", "Only messages of the role 'assistant' refer to earlier audio.")
-            spoken = self._transcript(audio)
-            return spoken if content is None else content if isinstance(content, str) and content else spoken
-        if isinstance(content, str):
-            return content
+        if message.role == "tool" and message.tool_call_id is None:
+            raise missing(f"{path}.tool_call_id")
+        content = await self._content(message, path)
+        calls = tuple(msgspec.to_builtins(call) for call in message.tool_calls or ())
+        return Message(message.role, content, message.name or "", message.tool_call_id or "", calls)
+
+    async def _content(self, message: ChatMessage, path: str) -> str | tuple[Part, ...]:
+        content = message.content
+        if message.audio is not None:
+            spoken = self._transcript(message.audio.id, f"{path}.audio.id")
+            return content if isinstance(content, str) and content else spoken
         if content is None:
-            if is_optional:
+            if message.tool_calls or message.images is not None:
                 return ""
             raise missing(f"{path}.content")
-        if not isinstance(content, list) or not content:
-            raise invalid(f"{path}.content", "'content' must be a string or an array of content parts.", "invalid_type")
+        if isinstance(content, str):
+            return content
         parts = [await self._parts(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
         return tuple(part for several in parts for part in several)
 
-    def _transcript(self, audio: Fields) -> str:
-        audio_id = audio.text("id", needed=True) or ""
-        transcript = self._shared.transcripts.find(audio_id)
+    def _transcript(self, audio_id: str, param: str) -> str:
+        transcript = self._services.transcripts.find(audio_id)
         if transcript is None:
             message = f"There is no audio '{audio_id}', or it has expired; send the text as 'content'."
-            raise invalid(audio.name("id"), message, "audio_expired")
+            raise invalid(param, message, "audio_expired")
         return transcript
 
-    async def _parts(self, value: Any, path: str) -> list[Part]:
-        """The part; for a video also its audio track, if that is requested."""
-        fields = _fields(value, path)
-        kind = fields.text("type", needed=True)
-        if kind in ("text", "refusal"):
-            return [Part("text", fields.text(kind, needed=True) or "")]
-        if kind != "input_audio" and kind not in URL_PARTS:
-            raise unsupported(f"{path}.type", f"Content parts of the type '{kind}' are not supported here.")
+    async def _parts(self, part: ContentPart, path: str) -> list[Part]:
+        """The part; of a video also its audio, if that was requested."""
+        match part:
+            case schemas.TextPart():
+                return [Part("text", part.text)]
+            case schemas.RefusalPart():
+                return [Part("text", part.refusal)]
+            case _:
+                pass
         self._media_count += 1
         if self._media_count > MAX_MEDIA:
-            raise invalid(path, f"A request must have at most {MAX_MEDIA} images, audio files and videos together.")
-        inner = _needed(fields, kind)
-        return await self._by_url(inner, URL_PARTS[kind]) if kind in URL_PARTS else [await self._input_audio(inner)]
+            raise invalid(path, f"A request may have {MAX_MEDIA} images, audio clips and videos together.")
+        match part:
+            case schemas.InputAudioPart():
+                return [await self._input_audio(part.input_audio.data, f"{path}.input_audio.data")]
+            case schemas.ImageUrlPart():
+                return await self._by_url(part.image_url, "image", f"{path}.image_url")
+            case schemas.AudioUrlPart():
+                return await self._by_url(part.audio_url, "audio", f"{path}.audio_url")
+            case schemas.VideoUrlPart():
+                return await self._by_url(part.video_url, "video", f"{path}.video_url")
 
-    async def _input_audio(self, fields: Fields) -> Part:
-        if fields.choice("format", AUDIO_FORMATS) is None:  # it need not be true: the data itself says what it is
-            raise missing(fields.name("format"))
-        data = fields.text("data", needed=True, most=MAX_URL_CHARS) or ""
-        fields.nothing_else()
-        param = fields.name("data")
+    async def _input_audio(self, data: str, param: str) -> Part:
         decode = from_data_url if is_data_url(data) else from_base64
-        with blaming(param, "invalid_audio"):
-            return await in_thread(self._shared.pools.media, lambda: self.media.audio(decode(data)))
+        with media_errors(param, "invalid_audio"):
+            return await in_thread(self._services.pools.media, lambda: self.media.audio(decode(data)))
 
-    async def _by_url(self, fields: Fields, kind: str) -> list[Part]:
-        url = fields.text("url", needed=True, most=MAX_URL_CHARS) or ""
-        if kind == "image":
-            fields.choice("detail", ("auto", "low", "high", "original"))
-        fields.nothing_else()
-        param = fields.name("url")
-        with blaming(param, f"invalid_{kind}_url"):
-            data = await self._read(url)
-        pools = self._shared.pools
-        pool = pools.films if kind == "video" else pools.media
-        with blaming(param, f"invalid_{kind}"):
+    async def _by_url(self, source: schemas.ImageUrl | schemas.MediaUrl | str, kind: str, path: str) -> list[Part]:
+        param = path if isinstance(source, str) else f"{path}.url"
+        with media_errors(param, f"invalid_{kind}_url"):
+            data = await self._read(source if isinstance(source, str) else source.url)
+        pools = self._services.pools
+        pool = pools.videos if kind == "video" else pools.media
+        with media_errors(param, f"invalid_{kind}"):
             parts = [await in_thread(pool, _ADD[kind], self.media, data)]
-            if kind == "video" and self.with_video_audio:
+            if kind == "video" and self._with_video_audio:
                 parts.append(await in_thread(pool, self.media.video_audio, data))
             return parts
 
     async def _read(self, url: str) -> bytes:
-        pools = self._shared.pools
+        pools = self._services.pools
         if is_data_url(url):
             return await in_thread(pools.media, from_data_url, url)
-        return await read_url(url, self._shared.may_fetch, pools.names)
+        return await read_url(url, self._services.may_fetch, pools.names)
 
 
 @contextmanager
-def blaming(param: str, code: str) -> Iterator[None]:
+def media_errors(param: str, code: str) -> Generator[None]:
     """A MediaError in the body becomes an ApiError about the parameter."""
     try:
         yield
     except MediaError as error:
         raise invalid(param, str(error), code) from None
-
-
-def _fields(value: Any, path: str) -> Fields:
-    if not isinstance(value, dict):
-        raise invalid(path, f"'{path}' must be an object.", "invalid_type")
-    return Fields(value, path)
-
-
-def _needed(fields: Fields, key: str) -> Fields:
-    inner = fields.inner(key)
-    if inner is None:
-        raise missing(fields.name(key))
-    return inner

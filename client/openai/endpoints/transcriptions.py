@@ -1,59 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/audio/transcriptions: the words in a sound file, with their times if the client wants them."""
+"""POST /v1/audio/transcriptions: the text of an audio file, with times on request. The body is a form."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from triton_omni import subtitles
-from triton_omni.backends.wire import Event, GenerateRequest, Message, TranscriptionParams
+from triton_omni.backends.wire import Deadlines, Event, GenerateRequest, Message, Part, TranscriptionParams
 from triton_omni.media import Media
-from triton_omni.openai.endpoints import extras
-from triton_omni.openai.endpoints.messages import blaming
+from triton_omni.openai.endpoints.messages import media_errors
+from triton_omni.openai.endpoints.schemas import Json, TranscriptionBody
 from triton_omni.openai.http import sse
-from triton_omni.openai.http.calls import Call, open_pieces, shared_of
+from triton_omni.openai.http.calls import BackendCall, open_pieces
+from triton_omni.openai.http.context import context_of
 from triton_omni.openai.http.errors import ApiError, invalid, missing, unsupported
-from triton_omni.openai.http.fields import Fields
-from triton_omni.openai.http.forms import fields_of, file_in, opened_form
+from triton_omni.openai.http.forms import file_in, opened_form, parse_form
 from triton_omni.openai.http.pools import in_thread
 from triton_omni.pieces import Piece
 
-FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 PARAMS = {"messages": "file", "messages[0].content[0]": "file", "audio": "file"}
 GRANULARITIES = "timestamp_granularities[]"
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Wish:
-    """How the client wants its transcript."""
-
-    model: str
-    response_format: str
-    is_stream: bool
-    times: frozenset[str]
-    options: Json
-
-    @property
-    def errors(self) -> dict[str, ApiError]:
-        """What to say where the pipeline does not know the times of words."""
-        if "word" not in self.times:
-            return {}
-        error = unsupported(GRANULARITIES, f"'{self.model}' does not know when single words are said.")
-        return {"transcription": error, "transcription.word_timestamps": error}
 
 
 @dataclass
 class Transcript:
-    """Segments and words as they come."""
+    """Segments and words as they arrive."""
 
-    times: frozenset[str]
     segments: list[Json] = field(default_factory=list[Json])
     words: list[Json] = field(default_factory=list[Json])
     language: str = ""
@@ -77,7 +54,7 @@ class Transcript:
 
     @property
     def text(self) -> str:
-        """All words."""
+        """The whole text."""
         return "".join(segment["text"] for segment in self.segments)
 
     @property
@@ -87,7 +64,7 @@ class Transcript:
 
     @property
     def usage(self) -> Json:
-        """OpenAI counts the sound that was heard by the second."""
+        """OpenAI counts the seconds of the audio."""
         return {"type": "duration", "seconds": math.ceil(self.end.usage.get("audio_input_s", 0))}
 
     def events(self, run: int, piece: Piece) -> Iterable[bytes]:
@@ -99,88 +76,93 @@ class Transcript:
 
 
 async def transcribe(request: Request) -> Response:
-    """Write down what is said."""
-    pools = shared_of(request).pools
-    media = Media(request.state.share.take)
+    """Transcribe an audio file."""
+    context = context_of(request)
+    pools = context.services.pools
+    media = Media(context.share.take)
     async with opened_form(request) as form:
-        wish = read_wish(fields_of(form, ("file",)))
+        body = parse_form(TranscriptionBody, form, ("file",))
+        _check(body)
         if "file" not in form:
             raise missing("file")
         if len(form.getlist("file")) > 1:
             raise invalid("file", "There is one file at most.")
         data = await file_in(form["file"], "file")
-    with blaming("file", "invalid_audio"):
+    with media_errors("file", "invalid_audio"):
         part = await in_thread(pools.media, media.audio, data)
-    asked = GenerateRequest(operation="transcription", messages=(Message("user", (part,)),), **wish.options)
-    pieces = await open_pieces(request, Call(wish.model, asked, PARAMS, media.tensors, errors=wish.errors))
-    transcript = Transcript(wish.times)
-    if wish.is_stream:
+    pieces = await open_pieces(context, _call(body, part, media))
+    transcript = Transcript()
+    if body.stream:
         await pieces.begin()
         return sse.response(sse.body(pools, pieces, transcript.events))
     async for _, piece in pieces:
         transcript.on(piece)
-    return ANSWERS[wish.response_format](transcript)
+    return RESPONSES[body.response_format or "json"](transcript, body)
 
 
 async def translate(request: Request) -> Response:
-    """POST /v1/audio/translations: nothing here translates."""
-    message = "No model here translates speech; /v1/audio/transcriptions writes it down in its own language."
+    """POST /v1/audio/translations: no pipeline translates."""
+    message = "No model here translates audio; /v1/audio/transcriptions transcribes it in its own language."
     raise ApiError(400, message, code="unsupported_value", param="model")
 
 
-def read_wish(fields: Fields) -> Wish:
-    """The fields beside the file. Raises ApiError naming the parameter."""
-    model = fields.text("model", needed=True) or ""
-    response_format = fields.choice("response_format", FORMATS, "json") or "json"
-    is_stream = fields.flag("stream")
-    if is_stream and response_format not in ("json", "text"):
-        raise unsupported("response_format", f"A stream carries text alone, not '{response_format}'.")
-    times = fields.items(GRANULARITIES) or []
-    for granularity in times:
-        if granularity not in ("word", "segment"):
-            raise unsupported(GRANULARITIES, f"Times are known by 'word' and 'segment', not by '{granularity}'.")
-        if response_format != "verbose_json":
-            raise invalid(GRANULARITIES, "Times are part of the 'response_format' 'verbose_json'.")
-    if fields.text("prompt"):
+def _check(body: TranscriptionBody) -> None:
+    """Refuse what the types cannot. Raises ApiError naming the parameter."""
+    if body.stream and body.response_format not in (None, "json", "text"):
+        raise unsupported("response_format", f"A stream carries text alone, not '{body.response_format}'.")
+    if body.timestamp_granularities and body.response_format != "verbose_json":
+        raise invalid(GRANULARITIES, "Times are part of the 'response_format' 'verbose_json'.")
+    if body.prompt:
         raise unsupported("prompt", "A prompt is not supported here.")
-    if fields.number("temperature", 0, 1):
-        raise unsupported("temperature", "The likeliest words are written down: 'temperature' can only be 0.")
-    options = extras.request(fields)
-    options["transcription"] = TranscriptionParams(fields.text("language", most=100), "word" in times)
-    fields.choice("chunking_strategy", ("auto",))
-    fields.nothing_else()
-    return Wish(model, response_format, is_stream, frozenset(times), options)
+    if body.temperature:
+        raise unsupported("temperature", "Decoding is greedy: 'temperature' can only be 0.")
 
 
-def _json(transcript: Transcript) -> Response:
+def _call(body: TranscriptionBody, part: Part, media: Media) -> BackendCall:
+    with_words = "word" in (body.timestamp_granularities or ())
+    request = GenerateRequest(
+        operation="transcription",
+        messages=(Message("user", (part,)),),
+        transcription=TranscriptionParams(body.language, with_words),
+        stages=body.stages or {},
+        deadlines=body.deadlines or Deadlines(),
+        priority=body.priority or 0,
+    )
+    error = unsupported(GRANULARITIES, f"'{body.model}' does not provide the times of single words.")
+    errors = {"transcription": error, "transcription.word_timestamps": error} if with_words else {}
+    return BackendCall(body.model, request, PARAMS, media.tensors, errors=errors)
+
+
+def _json(transcript: Transcript, body: TranscriptionBody) -> Response:
     return JSONResponse({"text": transcript.text, "usage": transcript.usage})
 
 
-def _text(transcript: Transcript) -> Response:
+def _text(transcript: Transcript, body: TranscriptionBody) -> Response:
     return PlainTextResponse(f"{transcript.text}\n")
 
 
-def _verbose(transcript: Transcript) -> Response:
+def _verbose(transcript: Transcript, body: TranscriptionBody) -> Response:
+    times = set(body.timestamp_granularities or ())
     answer: Json = {
         "task": "transcribe", "language": transcript.language, "text": transcript.text,
         "duration": transcript.end.usage.get("audio_input_s", 0), "usage": transcript.usage,
     }  # fmt: skip
-    if transcript.times != {"word"}:
+    if times != {"word"}:
         answer["segments"] = transcript.segments
-    if "word" in transcript.times:
+    if "word" in times:
         answer["words"] = transcript.words
     return JSONResponse(answer)
 
 
-def _srt(transcript: Transcript) -> Response:
+def _srt(transcript: Transcript, body: TranscriptionBody) -> Response:
     return PlainTextResponse(subtitles.srt(transcript.phrases), media_type="application/x-subrip")
 
 
-def _vtt(transcript: Transcript) -> Response:
+def _vtt(transcript: Transcript, body: TranscriptionBody) -> Response:
     return PlainTextResponse(subtitles.vtt(transcript.phrases), media_type="text/vtt")
 
 
-ANSWERS: dict[str, Callable[[Transcript], Response]] = {
+RESPONSES: dict[str, Callable[[Transcript, TranscriptionBody], Response]] = {
     "json": _json, "text": _text, "verbose_json": _verbose, "srt": _srt, "vtt": _vtt,
 }  # fmt: skip
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy as an ASGI application: routes, and what they share."""
+"""The proxy as an ASGI application: settings, routes and services."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -18,15 +18,16 @@ from starlette.routing import Route
 from triton_omni.backends.telemetry.traces import traces
 from triton_omni.fetch import is_any, is_public
 from triton_omni.openai.backend import Backend
-from triton_omni.openai.endpoints import chat, edits, images, models, speech, transcriptions
-from triton_omni.openai.endpoints.transcripts import Transcripts
-from triton_omni.openai.http.bodies import Limits
-from triton_omni.openai.http.calls import Shared
+from triton_omni.openai.endpoints import chat, edits, images, speech, status, transcriptions
+from triton_omni.openai.http.bodies import BodyLimits
+from triton_omni.openai.http.budget import Budget
+from triton_omni.openai.http.catalogue import Catalogue
+from triton_omni.openai.http.context import Services
 from triton_omni.openai.http.errors import ApiError
 from triton_omni.openai.http.guard import Guard
-from triton_omni.openai.http.metrics import Metrics, show_metrics
+from triton_omni.openai.http.metrics import ProxyMetrics
 from triton_omni.openai.http.pools import Pools
-from triton_omni.openai.http.tracing import Traced
+from triton_omni.openai.http.transcripts import Transcripts
 
 ROUTES = (
     Route("/v1/chat/completions", chat.complete, methods=["POST"]),
@@ -35,64 +36,67 @@ ROUTES = (
     Route("/v1/audio/translations", transcriptions.translate, methods=["POST"]),
     Route("/v1/images/generations", images.generate, methods=["POST"]),
     Route("/v1/images/edits", edits.edit, methods=["POST"]),
-    Route("/v1/models", models.list_models),
-    Route("/v1/models/{model:path}", models.show_model),
-    Route("/health", models.health),
-    Route("/metrics", show_metrics),
+    Route("/v1/models", status.list_models),
+    Route("/v1/models/{model:path}", status.show_model),
+    Route("/health", status.health),
+    Route("/metrics", status.show_metrics),
 )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the proxy is set up.
+    """Options of the proxy.
 
-    models       model id → pipeline; empty: every public model of the server
-    api_key      clients of /v1 must send it; empty: nobody is asked
-    metrics_url  Triton's metrics page; empty: only our own numbers
-    private_urls  media may be fetched from any address, also from inside this network
-    limits       of what clients send
+    models        model id → pipeline; empty: every public model of the server
+    api_key       required of clients of /v1; empty: none
+    metrics_url   Triton's metrics; empty: only the proxy's own
+    private_urls  media may be fetched from any address, including this network's own
+    limits        bounds of request bodies
     """
 
     models: Mapping[str, str] = field(default_factory=dict[str, str])
     api_key: str = ""
     metrics_url: str = ""
     private_urls: bool = False
-    limits: Limits = field(default_factory=Limits)
+    limits: BodyLimits = field(default_factory=BodyLimits)
 
 
 def make_app(backend: Backend, settings: Settings) -> Starlette:
-    """The application over a backend, which it closes at its end."""
-    metrics = Metrics()
+    """The application over a backend, which it closes when it ends."""
+    services = Services(
+        backend=backend,
+        catalogue=Catalogue(backend, settings.models),
+        transcripts=Transcripts(),
+        pools=Pools(),
+        budget=Budget(settings.limits.held_bytes),
+        metrics=ProxyMetrics(settings.metrics_url),
+        may_fetch=is_any if settings.private_urls else is_public,
+    )
+    services.metrics.held_bytes.set_function(lambda: services.budget.held)
+    tracer = traces("triton-omni-proxy")
     guard = Middleware(
         Guard,
+        services=services,
         api_key=settings.api_key,
-        metrics=metrics,
         routes=frozenset(route.path for route in ROUTES),
         limits=settings.limits,
+        traces=tracer,
     )
 
-    pools = Pools()
-    tracer = traces("triton-omni-proxy")
-
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
         yield
-        pools.close()
+        services.pools.close()
         await backend.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 
-    app = Starlette(
+    return Starlette(
         routes=list(ROUTES),
-        middleware=[Middleware(Traced, traces=tracer), guard],
+        middleware=[guard],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},  # pyright: ignore[reportArgumentType]
         lifespan=lifespan,
     )
-    may_fetch = is_any if settings.private_urls else is_public
-    app.state.shared = Shared(backend, models.Catalogue(backend, settings.models), Transcripts(), pools, may_fetch)
-    app.state.metrics = metrics
-    app.state.metrics_url = settings.metrics_url
-    return app
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:

@@ -1,32 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of requests: received within bounds of size and time, and handed on without being kept."""
+"""Request bodies: received within bounds of size and time, parsed, and not kept."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from triton_omni.openai.http.budget import HELD_BYTES, Share
-from triton_omni.openai.http.calls import shared_of
+from triton_omni.openai.http.context import context_of
 from triton_omni.openai.http.errors import ApiError
-from triton_omni.openai.http.fields import Fields, parse_json
+from triton_omni.openai.http.parsing import load_json, parse_body
 from triton_omni.openai.http.pools import in_thread
 
+Body = TypeVar("Body", bound=msgspec.Struct)
+
 DRAIN_FACTOR = 4
-"""Of a body that is refused, so many times the bound are read before the answer; and for DRAIN_S at most."""
+"""A refused body is read up to this multiple of the bound before the response, and for DRAIN_S at most."""
 DRAIN_S = 30.0
 LARGE_BYTES = 1 << 20
-"""More is read in a thread: it takes longer than others should wait."""
+"""Larger bodies are parsed in a thread, so that the event loop serves others meanwhile."""
 FREE_BYTES = 64 * 1024
-"""Of each body, this much is not counted: short requests go on while large ones fill the budget."""
+"""Bytes of each body that are not counted: short requests pass while large ones fill the budget."""
 
 
 class ClientGone(Exception):
@@ -34,13 +37,13 @@ class ClientGone(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class BodyLimits:
     """Bounds of what clients send.
 
-    body_bytes   of one body
-    held_bytes   of all bodies not yet read and all decoded media together
+    body_bytes   size of one body
+    held_bytes   all bodies not yet parsed and all decoded media together
     silence_s    longest pause within a body
-    bytes_per_s  slowest average of a body that has taken longer than `silence_s`
+    bytes_per_s  slowest average rate of a body that takes longer than `silence_s`
     """
 
     body_bytes: int = 64 * 1024 * 1024
@@ -53,7 +56,7 @@ class Receiver:
     """Receives one body."""
 
     def __init__(
-        self, receive: Receive, share: Share, limits: Limits, clock: Callable[[], float] = time.monotonic
+        self, receive: Receive, share: Share, limits: BodyLimits, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._receive = receive
         self._share = share
@@ -65,13 +68,13 @@ class Receiver:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._limits.body_bytes:
             error = self._too_large()
-            error.closes = "expect" in headers  # who expects an answer first sends later, or the next request instead
+            error.closes = "expect" in headers  # the client sends its body later, or the next request instead of it
             await self._refuse(error, is_coming=not error.closes)
-        begun_s = self._clock()
+        start_s = self._clock()
         body = bytearray()
         more = True
         while more:
-            message = await self._next(begun_s, len(body))
+            message = await self._next(start_s, len(body))
             body += message.get("body", b"")
             more = message.get("more_body", False)
             try:
@@ -80,29 +83,26 @@ class Receiver:
                 self._share.take(counted(len(body)) - self._share.held)
             except ApiError as error:
                 body.clear()
-                self._share.give(self._share.held)  # what is dropped from now on must not stand in the way of others
+                self._share.give(self._share.held)  # the rest is discarded and must not block others
                 await self._refuse(error, is_coming=more)
         return bytes(body)
 
-    async def _next(self, begun_s: float, received: int) -> Message:
-        """The next part. Raises ApiError if it does not come in time."""
+    async def _next(self, start_s: float, received: int) -> Message:
+        """The next part. Raises ApiError if it does not arrive in time."""
         limits = self._limits
-        late_s = begun_s + limits.silence_s + received / limits.bytes_per_s - self._clock()
+        late_s = start_s + limits.silence_s + received / limits.bytes_per_s - self._clock()
         try:
             async with asyncio.timeout(min(limits.silence_s, late_s)):
                 return await part_of(self._receive)
         except TimeoutError:
-            message = f"The body stopped after {received} bytes, or came too slowly."
+            message = f"The body stopped after {received} bytes, or arrived too slowly."
             raise ApiError(408, message, code="request_timeout") from None
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"The body may have {self._limits.body_bytes} bytes.", code="content_too_large")
+        return ApiError(413, f"The body must be at most {self._limits.body_bytes} bytes.", code="content_too_large")
 
     async def _refuse(self, error: ApiError, *, is_coming: bool) -> NoReturn:
-        """Raise the error.
-
-        The rest is read before, without keeping it: most clients look for an answer only when they have sent all.
-        """
+        """Raise the error, after the rest was read and discarded: most clients read the response after sending all."""
         if is_coming:
             await self._drain()
         raise error
@@ -119,7 +119,7 @@ class Receiver:
 
 
 def counted(nbytes: int) -> int:
-    """What of a body of so many bytes counts in a budget."""
+    """The bytes of a body that count in the budget."""
     return max(0, nbytes - FREE_BYTES)
 
 
@@ -131,10 +131,13 @@ async def part_of(receive: Receive) -> Message:
     return message
 
 
-async def read_json(request: Request) -> Fields:
-    """The body's JSON. Raises ApiError."""
-    # Request.body() would keep it for as long as the answer takes
-    body = b"".join([part async for part in request.stream()])
-    if len(body) < LARGE_BYTES:
-        return parse_json(body)
-    return await in_thread(shared_of(request).pools.media, parse_json, body)
+async def read_json(request: Request, kind: type[Body], known_unsupported: Mapping[str, str] = {}) -> Body:
+    """The JSON body as a struct. Raises ApiError naming the parameter."""
+    context = context_of(request)
+    # Request.body() would keep the bytes for as long as the response takes
+    data = b"".join([part async for part in request.stream()])
+    if len(data) < LARGE_BYTES:
+        values = load_json(data)
+    else:
+        values = await in_thread(context.services.pools.media, load_json, data)
+    return parse_body(kind, values, known_unsupported=known_unsupported, ignored=None)

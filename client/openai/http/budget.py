@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes of clients the proxy holds at a time: bodies that arrive, and the media in them once decoded."""
+"""Bytes that the proxy holds for clients at a time: bodies that arrive, and the media in them once decoded."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from triton_omni.openai.http.errors import ApiError
@@ -13,16 +13,16 @@ HELD_BYTES = 1 << 30
 
 
 class Budget:
-    """What all requests may hold together. Threads may share it."""
+    """Bytes that all requests may hold together. Thread-safe."""
 
-    def __init__(self, most: int = HELD_BYTES) -> None:
-        self.most = most
+    def __init__(self, limit_bytes: int = HELD_BYTES) -> None:
+        self.limit_bytes = limit_bytes
         self.held = 0
         self.lock = threading.Lock()
 
     @contextmanager
-    def share(self) -> Iterator[Share]:
-        """What one request holds, for the `with` body."""
+    def share(self) -> Generator[Share]:
+        """The bytes of one request; they are released when the `with` body ends."""
         share = Share(self)
         try:
             yield share
@@ -39,28 +39,29 @@ class Share:
         self._budget = budget
 
     def take(self, nbytes: int) -> None:
-        """Hold so many bytes more. Raises ApiError: 413 if they could never be held, 503 if they cannot be now.
+        """Hold `nbytes` more. Raises ApiError: 413 if they exceed the whole budget, 503 if they do not fit now.
 
-        After the end nothing is held: a thread that still decodes for a client that has gone drops what it makes.
+        Does nothing after `end`: a thread that still decodes for a disconnected client discards its result.
         """
-        most = self._budget.most
+        limit = self._budget.limit_bytes
         with self._budget.lock:
             if self._has_ended:
                 return
-            if self.held + nbytes > most:
-                raise ApiError(413, f"Body and decoded media may have {most} bytes together.", code="content_too_large")
-            if nbytes > 0 and self._budget.held + nbytes > most:
-                message = f"All requests together hold {most} bytes of bodies and media; try again."
+            if self.held + nbytes > limit:
+                message = f"Body and decoded media must be at most {limit} bytes together."
+                raise ApiError(413, message, code="content_too_large")
+            if nbytes > 0 and self._budget.held + nbytes > limit:
+                message = f"All requests together hold {limit} bytes of bodies and media; try again."
                 raise ApiError(503, message, code="overloaded", kind="server_error")
             self._hold(nbytes)
 
     def give(self, nbytes: int) -> None:
-        """Hold so many bytes less."""
+        """Hold `nbytes` less."""
         with self._budget.lock:
             self._hold(-nbytes)
 
     def end(self) -> None:
-        """Hold nothing from now on."""
+        """Release all bytes, and hold nothing from now on."""
         with self._budget.lock:
             self._has_ended = True
             self._hold(-self.held)

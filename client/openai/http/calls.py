@@ -1,30 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTTP request's way to the server: what handlers share, and pieces that can be waited for with patience."""
+"""Calls to the server: a checked request, and its output pieces, which can be awaited with a time-out."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-from starlette.requests import Request
 
 from triton_omni.backends import wire
 from triton_omni.backends.wire import GenerateRequest, OmniError
-from triton_omni.fetch import IsAllowed
-from triton_omni.openai.backend import Backend
-from triton_omni.openai.endpoints.models import Catalogue
-from triton_omni.openai.endpoints.transcripts import Transcripts
-from triton_omni.openai.http.budget import Share
+from triton_omni.openai.http.context import RequestContext
 from triton_omni.openai.http.errors import ApiError, of_omni
-from triton_omni.openai.http.pools import Pools
 from triton_omni.pieces import Piece
 
 KEEP_ALIVE_S = 10.0
-"""How long a stream may say nothing; and how long its head waits for an error that deserves its own status."""
+"""Longest silence of a stream; and how long its response head waits for an error that deserves its own status."""
 SEEDS = 2**64
 PARTS = ("sampling", "image", "speech", "transcription")
 """Parts of a request whose fields are parameters of their own in OpenAI's bodies."""
@@ -32,97 +25,85 @@ ErrorOf = Callable[[OmniError], ApiError]
 
 
 class BrokenOff(Exception):
-    """An answer failed after its head was sent, in a form that has no place for an error: cut the connection."""
+    """A response failed after its head was sent, in a format without room for an error: cut the connection."""
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What all requests of one proxy share; `app.state.shared`. `may_fetch` says which addresses URLs may lead to."""
+class PieceStream:
+    """The pieces of one or more runs as they arrive, each with the number of its run.
 
-    backend: Backend
-    catalogue: Catalogue
-    transcripts: Transcripts
-    pools: Pools
-    may_fetch: IsAllowed
-
-
-class Pieces:
-    """The pieces of one or more runs, each with the number of its run, as they come.
-
-    Waiting can time out without losing a piece that is on its way. Use as a context manager: leaving it ends the
-    runs that have not ended.
+    A wait can time out without losing a piece. Use as a context manager: leaving it ends the runs that still go on.
     """
 
     def __init__(self, sources: Sequence[AsyncGenerator[Piece, None]], error_of: ErrorOf) -> None:
         self._sources = dict(enumerate(sources))
         self._open = set(self._sources)
         self._error_of = error_of
-        self._coming: dict[int, asyncio.Task[Piece | None]] = {}
+        self._pending: dict[int, asyncio.Task[Piece | None]] = {}
 
-    async def __aenter__(self) -> Pieces:
+    async def __aenter__(self) -> PieceStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for coming in self._coming.values():
-            coming.cancel()
-        await asyncio.gather(*self._coming.values(), return_exceptions=True)
+        for task in self._pending.values():
+            task.cancel()
+        await asyncio.gather(*self._pending.values(), return_exceptions=True)
         closing = (source.aclose() for source in self._sources.values())
-        for failed in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(failed, BaseException):
-                raise failed
+        for error in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(error, BaseException):
+                raise error
 
     async def begin(self) -> None:
-        """Wait a while for the first piece. Raises ApiError if an error comes first: it can still be the answer."""
+        """Wait up to KEEP_ALIVE_S for the first piece. Raises ApiError if an error comes first: it has a status."""
         await self.wait(KEEP_ALIVE_S)
-        for coming in self._coming.values():
-            if coming.done():
-                self._result(coming)
+        for task in self._pending.values():
+            if task.done():
+                self._result(task)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """True once the next piece, the end or an error is there."""
-        for number in self._open - self._coming.keys():
-            self._coming[number] = asyncio.create_task(self._fetch(number))
-        if not self._coming:
+        """True once the next piece, the end or an error has arrived."""
+        for run in self._open - self._pending.keys():
+            self._pending[run] = asyncio.create_task(self._fetch(run))
+        if not self._pending:
             return True
-        done, _ = await asyncio.wait(self._coming.values(), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(self._pending.values(), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return bool(done)
 
     async def next(self) -> tuple[int, Piece] | None:
         """(run, piece); None when all runs have ended. Raises ApiError."""
         while self._open:
             await self.wait()
-            # Who was served goes to the end of the dict when it is waited for anew: runs take turns.
-            number = next(number for number, coming in self._coming.items() if coming.done())
-            piece = self._result(self._coming.pop(number))
+            # A run that was served is appended to the dict again, so runs take turns.
+            run = next(run for run, task in self._pending.items() if task.done())
+            piece = self._result(self._pending.pop(run))
             if piece is not None:
-                return number, piece
-            self._open.discard(number)
+                return run, piece
+            self._open.discard(run)
         return None
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Piece]]:
         while (item := await self.next()) is not None:
             yield item
 
-    def _result(self, coming: asyncio.Task[Piece | None]) -> Piece | None:
+    def _result(self, task: asyncio.Task[Piece | None]) -> Piece | None:
         try:
-            return coming.result()
+            return task.result()
         except OmniError as error:
             raise self._error_of(error) from error
 
-    async def _fetch(self, number: int) -> Piece | None:
-        piece = await anext(self._sources[number], None)
+    async def _fetch(self, run: int) -> Piece | None:
+        piece = await anext(self._sources[run], None)
         if piece is not None and piece.event.outcome == "cancelled":
             raise wire.from_line("[cancelled] the request was aborted")
         return piece
 
 
 @dataclass(frozen=True)
-class Call:
+class BackendCall:
     """A checked request, ready for the server.
 
-    params  maps our fields to the OpenAI request's parameters
-    errors  for fields of ours that the client does not know: what to say instead
-    runs    how many times to run it; a given seed grows by one with each run
+    params  field of our request → parameter of the OpenAI request
+    errors  field of our request → the error to answer instead of the server's
+    runs    independent runs of the request; a given seed grows by one with each
     """
 
     model: str
@@ -133,7 +114,7 @@ class Call:
     errors: Mapping[str, ApiError] = field(default_factory=dict[str, ApiError])
 
     def error_of(self, error: OmniError) -> ApiError:
-        """A server's error as an answer that names the OpenAI parameter."""
+        """A server's error as a response that names the OpenAI parameter."""
         is_field = error.code == wire.BadRequest.code
         return self.errors[error.where] if is_field and error.where in self.errors else of_omni(error, self._param_of)
 
@@ -149,7 +130,7 @@ class Call:
         return (name if part in PARTS and name else where) or None
 
     def request_of(self, run: int) -> GenerateRequest:
-        """The request of one of the runs."""
+        """The request of one run."""
         sampling = self.request.sampling
         if not run or sampling.seed is None:
             return self.request
@@ -158,34 +139,26 @@ class Call:
 
 
 def _largest(request: GenerateRequest) -> str:
-    """The field that has most bytes."""
-    size = lambda owner, name: len(msgspec.json.encode(getattr(owner, name)))  # noqa: E731
-    name = max(request.__struct_fields__, key=lambda name: size(request, name))
-    if name not in PARTS:
-        return name
-    part = getattr(request, name)
-    return f"{name}.{max(part.__struct_fields__, key=lambda name: size(part, name))}"
+    """The field with the most bytes."""
+    name = _largest_field(request)
+    return f"{name}.{_largest_field(getattr(request, name))}" if name in PARTS else name
 
 
-def shared_of(request: Request) -> Shared:
-    """What all requests share."""
-    shared: Shared = request.app.state.shared
-    return shared
+def _largest_field(owner: msgspec.Struct) -> str:
+    sizes = {name: len(msgspec.json.encode(value)) for name, value in msgspec.structs.asdict(owner).items()}
+    return max(sizes, key=lambda name: sizes[name])
 
 
-async def open_pieces(request: Request, call: Call) -> Pieces:
-    """Start the call; whatever happens to the HTTP request also happens to it. The body has been read by now."""
-    shared = shared_of(request)
-    share: Share = request.state.share
-    share.give(request.state.body_bytes)
-    share.take((call.runs - 1) * sum(tensor.nbytes for tensor in call.media.values()))  # each run sends them
-    pipeline = await shared.catalogue.pipeline_of(call.model)
+async def open_pieces(context: RequestContext, call: BackendCall) -> PieceStream:
+    """Start the call; it ends with the HTTP request. The request's body has been parsed by now."""
+    context.share.give(context.body_bytes)
+    context.share.take((call.runs - 1) * sum(tensor.nbytes for tensor in call.media.values()))  # each run sends them
+    pipeline = await context.services.catalogue.pipeline_of(call.model)
     sources = [
-        shared.backend.generate(
+        context.services.backend.generate(
             pipeline, call.request_of(run), media=call.media,
-            request_id=request.state.request_id, traceparent=request.state.traceparent,
+            request_id=context.request_id, traceparent=context.traceparent,
         )
         for run in range(call.runs)
     ]  # fmt: skip
-    stack: AsyncExitStack = request.state.stack
-    return await stack.enter_async_context(Pieces(sources, call.error_of))
+    return await context.stack.enter_async_context(PieceStream(sources, call.error_of))

@@ -26,14 +26,14 @@ _KINDS: dict[str, tuple[str, str]] = {
 """Our code → OpenAI's type and code."""
 
 _WORTH_A_RETRY = frozenset({429, 503})
-"""Nothing was started. SDKs repeat every 5xx and 409 by themselves; for others that only doubles the work."""
+"""Nothing was started. SDKs repeat every 5xx and 409 by themselves; for other statuses that only doubles the work."""
 
 ParamOf = Callable[[str], str | None]
 """A field of our request → the OpenAI parameter it came from."""
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` names the field of the OpenAI request."""
+    """An error response. `param` names the field of the OpenAI request."""
 
     def __init__(
         self, status: int, message: str, *, code: str = "invalid_value", param: str | None = None, kind: str = REQUEST
@@ -49,19 +49,19 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body; also what a stream sends when it fails in its middle."""
+        """The JSON body; a stream that fails midway sends it as an event."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What tells a client whether to try again, and that the connection ends."""
-        found = {"connection": "close"} if self.closes else {}
+        """Whether to try again, and whether the connection closes."""
+        headers = {"connection": "close"} if self.closes else {}
         if self.retry_after_s is not None:
-            return found | {"retry-after": f"{max(1, round(self.retry_after_s))}"}
-        return found | ({"x-should-retry": "false"} if self.status >= 409 else {})
+            return headers | {"retry-after": f"{max(1, round(self.retry_after_s))}"}
+        return headers | ({"x-should-retry": "false"} if self.status >= 409 else {})
 
     def response(self) -> JSONResponse:
-        """The whole answer."""
+        """The HTTP response."""
         return JSONResponse(self.body, self.status, headers=dict(self.headers))
 
 
@@ -71,21 +71,21 @@ def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
 
 
 def missing(param: str) -> ApiError:
-    """A 400 about a parameter that must be there."""
+    """A 400 about a required parameter that was not sent."""
     return invalid(param, f"Missing required parameter: '{param}'.", "missing_required_parameter")
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """A 400 about something OpenAI knows and this server does not do."""
+    """A 400 about something that OpenAI defines and this server does not support."""
     return invalid(param, message, "unsupported_value")
 
 
 def of_omni(error: OmniError, param_of: ParamOf = lambda where: where or None) -> ApiError:
-    """A server's error as an answer."""
+    """A server's error as an HTTP error."""
     kind, code = _KINDS[error.code]
     is_field = error.code == "bad_request"
     message = error.message if is_field or not error.where else f"{error.where}: {error.message}"
-    made = ApiError(error.status, message, code=code, param=param_of(error.where) if is_field else None, kind=kind)
+    mapped = ApiError(error.status, message, code=code, param=param_of(error.where) if is_field else None, kind=kind)
     if error.retry_after_s is not None:
-        made.retry_after_s = error.retry_after_s
-    return made
+        mapped.retry_after_s = error.retry_after_s
+    return mapped

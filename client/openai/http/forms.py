@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies that are forms (multipart/form-data): files, and other fields as if they had come as JSON."""
+"""Form bodies (multipart/form-data): files, and the other fields as a body struct."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TypeVar, cast
 
+import msgspec
+from msgspec import inspect
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from triton_omni.openai.http.errors import ApiError, invalid
-from triton_omni.openai.http.fields import Fields, from_text
+from triton_omni.openai.http.parsing import Values, from_text, parse_body
 
+Body = TypeVar("Body", bound=msgspec.Struct)
 MAX_FIELDS = 100
 MAX_FILES = 32
 _INNER = re.compile(r"\[([^\[\]]+)\]")
@@ -22,7 +25,7 @@ _NESTED = re.compile(rf"[^\[\]]+(?:{_INNER.pattern})+")
 
 
 @asynccontextmanager
-async def opened_form(request: Request) -> AsyncIterator[FormData]:
+async def opened_form(request: Request) -> AsyncGenerator[FormData]:
     """The body as a form. Raises ApiError for another kind of body."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise ApiError(400, "The body must be multipart/form-data.", code="invalid_form")
@@ -33,7 +36,7 @@ async def opened_form(request: Request) -> AsyncIterator[FormData]:
         raise ApiError(400, f"The form cannot be read: {error.message}", code="invalid_form") from None
     try:
         if not parser.has_ended:
-            raise ApiError(400, "The form breaks off: its closing boundary is missing.", code="invalid_form")
+            raise ApiError(400, "The form is incomplete: its closing boundary is missing.", code="invalid_form")
         yield form
     finally:
         await form.close()
@@ -47,34 +50,58 @@ class _Parser(MultiPartParser):
 
 
 async def file_in(value: UploadFile | str, param: str) -> bytes:
-    """The content of a file field. Raises ApiError if it is none."""
+    """The content of a file field. Raises ApiError if it is not a file."""
     if isinstance(value, str):
         raise invalid(param, f"'{param}' must be a file.", "invalid_type")
     return await value.read()
 
 
-def fields_of(form: FormData, files: Collection[str]) -> Fields:
-    """The fields that are no `files`. SDKs write objects as `stages[denoiser][steps]`, arrays as `include[]`."""
-    values: dict[str, Any] = {}
+def parse_form(
+    kind: type[Body],
+    form: FormData,
+    files: Collection[str],
+    known_unsupported: Mapping[str, str] = {},
+    ignored: list[str] | None = None,
+) -> Body:
+    """The fields that are no `files` as a struct. Raises ApiError naming the parameter.
+
+    SDKs write objects as `stages[words][n]` and arrays as `include[]`. A field that is not text is read as JSON.
+    """
+    types = {field.encode_name: field.type for field in cast(inspect.StructType, inspect.type_info(kind)).fields}
+    values: Values = {}
     for key, value in form.multi_items():
         if key in files:
             continue
         if isinstance(value, UploadFile):
             raise invalid(key, f"'{key}' must not be a file.", "invalid_type")
-        if key.endswith("[]"):
-            values.setdefault(key, []).append(value)
+        name = key.removesuffix("[]")
+        if key.endswith("[]") and _has(types.get(name), inspect.ListType):
+            values.setdefault(name, []).append(value)
         else:
-            _set(values, key, value)
-    return Fields(values, is_form=True)
+            _set(values, key, value, is_text=key in types and _has(types[key], inspect.StrType, inspect.LiteralType))
+    try:
+        return parse_body(kind, values, known_unsupported=known_unsupported, ignored=ignored)
+    except ApiError as error:
+        name, bracket, _ = (error.param or "").partition("[")
+        if bracket and _has(types.get(name), inspect.ListType):
+            error.param = f"{name}[]"
+        raise
 
 
-def _set(values: dict[str, Any], key: str, value: str) -> None:
+def _has(node: inspect.Type | None, *kinds: type[inspect.Type]) -> bool:
+    """True if a field may be of one of these types."""
+    members = node.types if isinstance(node, inspect.UnionType) else (node,)
+    return any(isinstance(member, kinds) for member in members)
+
+
+def _set(values: Values, key: str, value: str, *, is_text: bool) -> None:
     path = [key.partition("[")[0], *_INNER.findall(key)] if _NESTED.fullmatch(key) else [key]
     target = values
     for step in path[:-1]:
-        target = target.setdefault(step, {})
-        if not isinstance(target, dict):
+        inner = target.setdefault(step, {})
+        if not isinstance(inner, dict):
             raise invalid(path[0], f"'{path[0]}' is sent as a value and as an object.", "invalid_type")
+        target = cast(Values, inner)
     if path[-1] in target:
         raise invalid(key, f"'{key}' is sent twice.")
-    target[path[-1]] = from_text(value) if len(path) > 1 else value
+    target[path[-1]] = value if is_text and len(path) == 1 else from_text(value)

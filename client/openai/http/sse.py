@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server-sent events over pieces that may be long in coming: keep-alive comments, errors in mid-stream, clean ends."""
+"""Server-sent events from pieces: keep-alive comments while none arrives, errors as events."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
+import msgspec
 from starlette.responses import StreamingResponse
 
-from triton_omni.openai.http.calls import KEEP_ALIVE_S, Pieces
+from triton_omni.openai.http.calls import KEEP_ALIVE_S, PieceStream
 from triton_omni.openai.http.errors import ApiError
 from triton_omni.openai.http.pools import Pools, in_thread
 from triton_omni.pieces import Piece
@@ -20,20 +20,20 @@ DONE = b"data: [DONE]\n\n"
 
 def data(value: Any, event: str = "") -> bytes:
     """One event."""
-    head = f"event: {event}\n" if event else ""
-    return f"{head}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    head = f"event: {event}\n".encode() if event else b""
+    return head + b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-Turn = Callable[[int, Piece], Iterable[bytes]]
-"""Bytes to send for a piece of a run."""
+ToBytes = Callable[[int, Piece], Iterable[bytes]]
+"""(run, piece) → the events to send."""
 
 
 async def body(
-    pools: Pools, pieces: Pieces, turn: Turn, *, first: bytes = b"", last: bytes = b""
+    pools: Pools, pieces: PieceStream, to_bytes: ToBytes, *, first: bytes = b"", last: bytes = b""
 ) -> AsyncIterator[bytes]:
-    """The bytes of a stream: what `turn` makes of each piece, between `first` and `last`; comments meanwhile.
+    """The bytes of a stream: the events of each piece between `first` and `last`, comments while none arrives.
 
-    An error is an event, too, and nothing follows it.
+    An error is an event, too, and ends the stream.
     """
     if first:
         yield first
@@ -45,22 +45,22 @@ async def body(
             if item is None:
                 break
             if item[1].image is None:
-                made = _joined(turn, *item)
-            else:  # a picture takes its time to encode; others are served meanwhile
-                made = await in_thread(pools.answers, _joined, turn, *item)
-            if made:
-                yield made
+                events = _joined(to_bytes, *item)
+            else:  # encoding an image takes long; the event loop serves others meanwhile
+                events = await in_thread(pools.answers, _joined, to_bytes, *item)
+            if events:
+                yield events
         if last:
             yield last
     except ApiError as error:
         yield data(error.body)
 
 
-def _joined(turn: Turn, run: int, piece: Piece) -> bytes:
-    return b"".join(turn(run, piece))
+def _joined(to_bytes: ToBytes, run: int, piece: Piece) -> bytes:
+    return b"".join(to_bytes(run, piece))
 
 
 def response(content: AsyncIterator[bytes]) -> StreamingResponse:
-    """An answer that streams events."""
+    """A response that streams events."""
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(content, media_type="text/event-stream", headers=headers)

@@ -4,48 +4,35 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from triton_omni.backends.telemetry.traces import Traces
 from triton_omni.backends.wire import TRACEPARENT
-from triton_omni.openai.http.metrics import CLIENT_GONE
+from triton_omni.openai.http.context import RequestContext
 
 SERVER_ERROR = 500
 _W3C = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-class Traced:
-    """ASGI middleware. Sets `state.traceparent`: the request's own span, or the client's where none is written."""
-
-    def __init__(self, app: ASGIApp, *, traces: Traces | None) -> None:
-        self._app = app
-        self._traces = traces
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
-        sent = Headers(scope=scope).get(TRACEPARENT, "")
-        state["traceparent"] = sent if _W3C.fullmatch(sent) else ""  # another is none: gRPC may not even carry it
-        if self._traces is None:
-            await self._app(scope, receive, send)
-            return
-        span = self._traces.begin(f"{scope['method']} {scope['path']}", state["traceparent"])
-        state["traceparent"] = self._traces.traceparent(span)
-        status = CLIENT_GONE
-
-        async def noted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noted)
-        finally:
-            facts = {"http.request.method": scope["method"], "url.path": scope["path"]}
-            facts |= {"http.response.status_code": status, "omni.request_id": state.get("request_id", "")}
-            self._traces.end(span, facts, f"status {status}" if status >= SERVER_ERROR else "")
+@contextmanager
+def traced(traces: Traces | None, scope: Scope, context: RequestContext) -> Generator[None]:
+    """Set `context.traceparent` to the request's own span, or to the client's where no spans are written."""
+    sent = Headers(scope=scope).get(TRACEPARENT, "")
+    context.traceparent = sent if _W3C.fullmatch(sent) else ""  # anything else might not pass through gRPC
+    if traces is None:
+        yield
+        return
+    span = traces.begin(f"{scope['method']} {scope['path']}", context.traceparent)
+    context.traceparent = traces.traceparent(span)
+    try:
+        yield
+    finally:
+        attributes = {
+            "http.request.method": scope["method"], "url.path": scope["path"],
+            "http.response.status_code": context.status, "omni.request_id": context.request_id,
+        }  # fmt: skip
+        traces.end(span, attributes, f"status {context.status}" if context.status >= SERVER_ERROR else "")

@@ -124,8 +124,10 @@ class Compressed:
         self._rate_hz = rate_hz
         self._file = io.BytesIO() if is_whole else _Pipe()
         self._is_whole = is_whole
-        self._container = av.open(self._file, "w", format=container, options={} if is_whole else _LIVE.get(kind, {}))
-        stream: Any = self._container.add_stream(codec, rate=_rate_for(codec, rate_hz))
+        self._container: Any = av.open(
+            self._file, "w", format=container, options={} if is_whole else _LIVE.get(kind, {})
+        )
+        stream = self._container.add_stream(codec, rate=_rate_for(codec, rate_hz))
         stream.layout = "mono"
         if kind in _BITS_PER_SECOND:
             stream.bit_rate = _BITS_PER_SECOND[kind]

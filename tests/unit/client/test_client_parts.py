@@ -17,7 +17,7 @@ from triton_omni import fetch as fetching
 from triton_omni.backends import wire
 from triton_omni.media import MediaError
 from triton_omni.media.images import decode_image
-from triton_omni.openai.endpoints.transcripts import Transcripts
+from triton_omni.openai.http.transcripts import Transcripts
 from triton_omni.openai.media import audio as coding
 from triton_omni.pieces import inputs_of
 
@@ -40,7 +40,7 @@ def test_tritons_words(words: str, code: str) -> None:
 
 def test_transcripts_expire_and_are_bounded() -> None:
     now = [1000.0]
-    kept = Transcripts(lambda: now[0], life_s=10, most=2)
+    kept = Transcripts(lambda: now[0], life_s=10, limit=2)
     assert kept.keep("a", "A") == 1010
     assert kept.find("a") == "A"
     now[0] = 1009.9

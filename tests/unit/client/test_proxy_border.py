@@ -12,7 +12,7 @@ import pytest
 from tests.kit.fake_backend import FakeBackend
 from tests.kit.proxy_server import RunningProxy, running_proxy
 from triton_omni.openai.http.app import Settings
-from triton_omni.openai.http.bodies import Limits
+from triton_omni.openai.http.bodies import BodyLimits
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "x"}]}
 
@@ -73,7 +73,7 @@ def test_key(backend: FakeBackend) -> None:
 
 
 def test_size(backend: FakeBackend) -> None:
-    with running_proxy(backend, Settings(limits=Limits(body_bytes=1000))) as proxy:
+    with running_proxy(backend, Settings(limits=BodyLimits(body_bytes=1000))) as proxy:
         url = f"{proxy.root}/v1/chat/completions"
         announced = httpx.post(url, content=b"x" * 1001)
         assert announced.status_code == 413 and announced.json()["error"]["code"] == "content_too_large"
@@ -84,7 +84,7 @@ def test_size(backend: FakeBackend) -> None:
 
 def test_a_client_that_sends_all_before_it_listens_gets_its_413(backend: FakeBackend) -> None:
     body = b"x" * (16 << 20)  # more than the kernel's buffers hold: unread, it would be answered by a reset
-    with running_proxy(backend, Settings(limits=Limits(body_bytes=8 << 20))) as proxy:
+    with running_proxy(backend, Settings(limits=BodyLimits(body_bytes=8 << 20))) as proxy:
         with socket.create_connection(("127.0.0.1", proxy.port), timeout=30) as connection:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)

@@ -23,7 +23,7 @@ from tests.kit.proxy_server import RunningProxy, running_proxy
 from triton_omni import Media, MediaError
 from triton_omni.openai.endpoints import messages
 from triton_omni.openai.http.app import Settings
-from triton_omni.openai.http.bodies import FREE_BYTES, Limits
+from triton_omni.openai.http.bodies import FREE_BYTES, BodyLimits
 from triton_omni.openai.http.protocol import Protocol
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "x"}]}
@@ -38,7 +38,7 @@ def ask(proxy: RunningProxy, nbytes: int = 0) -> httpx.Response:
 
 def held(proxy: RunningProxy) -> int:
     page = httpx.get(f"{proxy.root}/metrics").text
-    return next(int(line.split()[1]) for line in page.splitlines() if line.startswith("omni_proxy_held_bytes "))
+    return next(int(float(line.split()[1])) for line in page.splitlines() if line.startswith("omni_proxy_held_bytes "))
 
 
 def wait_until_held(proxy: RunningProxy, nbytes: int) -> None:
@@ -65,7 +65,7 @@ def picture(side: int) -> Any:
 
 
 def test_bodies_share_a_budget_and_short_ones_go_on(backend: FakeBackend) -> None:
-    with running_proxy(backend, Settings(limits=Limits(held_bytes=4 * MIB))) as proxy:
+    with running_proxy(backend, Settings(limits=BodyLimits(held_bytes=4 * MIB))) as proxy:
         with unfinished(proxy, 4 * MIB, 3 * MIB):
             wait_until_held(proxy, 3 * MIB - FREE_BYTES)
             full = ask(proxy, 2 * MIB)
@@ -90,7 +90,7 @@ def test_bodies_share_a_budget_and_short_ones_go_on(backend: FakeBackend) -> Non
 
 def test_media_are_counted_until_the_answer_ends_and_bodies_until_they_are_read(backend: FakeBackend) -> None:
     backend.hold_after = 1
-    with running_proxy(backend, Settings(limits=Limits(held_bytes=2 * MIB))) as proxy, proxy.sdk() as sdk:
+    with running_proxy(backend, Settings(limits=BodyLimits(held_bytes=2 * MIB))) as proxy, proxy.sdk() as sdk:
         ask_about = sdk.chat.completions.create
         with closing(ask_about(model="fake", messages=picture(700), stream=True)) as stream:
             next(iter(stream))
@@ -109,7 +109,7 @@ def test_media_are_counted_until_the_answer_ends_and_bodies_until_they_are_read(
 
 
 def test_a_body_that_turns_out_too_large_gives_its_room_back_at_once(backend: FakeBackend) -> None:
-    limits = Limits(body_bytes=2 * MIB, held_bytes=4 * MIB)
+    limits = BodyLimits(body_bytes=2 * MIB, held_bytes=4 * MIB)
     with (
         running_proxy(backend, Settings(limits=limits)) as proxy,
         socket.create_connection(("127.0.0.1", proxy.port), timeout=30) as connection,
@@ -138,7 +138,7 @@ def test_what_is_decoded_for_a_client_that_has_gone_is_not_held(
 
     monkeypatch.setitem(messages._ADD, "image", slowly)
     body = httpx.Request("POST", "http://x", json={"model": "fake", "messages": picture(8)}).content
-    with running_proxy(backend, Settings(limits=Limits(held_bytes=2 * MIB))) as proxy:
+    with running_proxy(backend, Settings(limits=BodyLimits(held_bytes=2 * MIB))) as proxy:
         with unfinished(proxy, len(body), 0) as leaving:
             leaving.sendall(body)
             assert begun.wait(30)
@@ -151,7 +151,7 @@ def test_what_is_decoded_for_a_client_that_has_gone_is_not_held(
 
 def test_a_body_that_stops_arriving(backend: FakeBackend) -> None:
     with (
-        running_proxy(backend, Settings(limits=Limits(silence_s=0.3))) as proxy,
+        running_proxy(backend, Settings(limits=BodyLimits(silence_s=0.3))) as proxy,
         unfinished(proxy, 1000, 10) as silent,
     ):
         assert silent.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
@@ -162,7 +162,7 @@ def test_a_body_that_stops_arriving(backend: FakeBackend) -> None:
 
 
 def test_a_body_that_arrives_byte_by_byte(backend: FakeBackend) -> None:
-    limits = Limits(silence_s=0.5, bytes_per_s=1000)
+    limits = BodyLimits(silence_s=0.5, bytes_per_s=1000)
     with running_proxy(backend, Settings(limits=limits)) as proxy, unfinished(proxy, 1000, 1) as slow:
         slow.settimeout(0.05)
         answer = b""
@@ -196,7 +196,7 @@ def test_an_answer_that_takes_long_is_not_cut_off(
     assert len(backend.seen) == 1
 
 
-@pytest.mark.parametrize("kind", ["names", "films"])
+@pytest.mark.parametrize("kind", ["names", "videos"])
 def test_slow_work_of_one_kind_delays_no_other(
     proxy: RunningProxy, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -210,7 +210,7 @@ def test_slow_work_of_one_kind_delays_no_other(
             return look_up(first, *others, **more)
         begun.release()
         go_on.wait(30)
-        raise MediaError("no film") if kind == "films" else OSError("no host")
+        raise MediaError("no film") if kind == "videos" else OSError("no host")
 
     url = "http://silent.test/x" if kind == "names" else "data:video/mp4;base64,AAAA"
     if kind == "names":

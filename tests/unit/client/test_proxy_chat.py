@@ -21,7 +21,7 @@ from tests.kit.fake_backend import RATE_HZ, SAMPLES, FakeBackend, sine
 from tests.kit.proxy_server import RunningProxy
 from triton_omni.backends.core.generate import ImageParams
 from triton_omni.openai.endpoints.image_request import as_base64
-from triton_omni.openai.http.calls import Pieces
+from triton_omni.openai.http.calls import PieceStream
 from triton_omni.openai.media import audio as coding
 
 USER: Any = [{"role": "user", "content": "hello"}]
@@ -435,13 +435,13 @@ def test_a_silent_stream_is_kept_alive(
     proxy: RunningProxy, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float | None] = []
-    wait = Pieces.wait
+    wait = PieceStream.wait
 
-    async def quick(self: Pieces, timeout_s: float | None = None) -> bool:
+    async def quick(self: PieceStream, timeout_s: float | None = None) -> bool:
         waited.append(timeout_s)
         return await wait(self, None if timeout_s is None else 0.05)
 
-    monkeypatch.setattr(Pieces, "wait", quick)
+    monkeypatch.setattr(PieceStream, "wait", quick)
     backend.hold_after = 1
     body = {"model": "fake", "messages": USER, "stream": True}
     with httpx.stream("POST", f"{proxy.root}/v1/chat/completions", json=body) as answer:
@@ -636,8 +636,8 @@ def test_a_number_out_of_range_is_shown_as_it_was_sent(proxy: RunningProxy) -> N
     for name, sent, shown in [
         ("temperature", "1234567.25", "from 0 to 2, not 1234567.25."),
         ("seed", str(2**70), f"from {-(2**63)} to {2**63 - 1}, not {2**70}."),
-        ("max_tokens", "1e999", "1e999 is no number"),
-        ("top_p", "NaN", "NaN is no number"),
+        ("max_tokens", "1e999", "1e999 is not a finite number"),
+        ("top_p", "NaN", "NaN is not a finite number"),
     ]:
         body = f'{{"model": "fake", "messages": {json.dumps(USER)}, "{name}": {sent}}}'
         answer = httpx.post(f"{proxy.root}/v1/chat/completions", content=body)

@@ -166,7 +166,7 @@ def test_the_wrong_model_names_the_right_ones(
     backend.operations = {"painter": able}
     backend.refusal = "[bad_request:operation] unknown operation 'edit'; this pipeline has: chat"
     for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match=f"'fake' does not edit pictures; {says}") as caught:
+        with pytest.raises(openai.BadRequestError, match=f"'fake' does not edit images; {says}") as caught:
             edit(sdk, model="fake", stream=stream)
         assert caught.value.param == "model"
 

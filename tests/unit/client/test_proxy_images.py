@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.kit.fake_backend import FakeBackend
 from triton_omni.backends.core.generate import ImageParams
-from triton_omni.openai.endpoints.image_request import DrawCall
+from triton_omni.openai.endpoints.image_request import ImageCall
 
 
 def draw(sdk: openai.OpenAI, **more: Any) -> Any:
@@ -149,13 +149,13 @@ def test_server_fields_become_openai_parameters(sdk: openai.OpenAI, backend: Fak
 def test_pictures_are_encoded_beside_the_event_loop(
     sdk: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, is_stream: bool
 ) -> None:
-    encode, threads = DrawCall.encode, list[str]()
+    encode, threads = ImageCall.encode, list[str]()
 
-    def noted(call: DrawCall, pixels: np.ndarray) -> str:
+    def noted(call: ImageCall, pixels: np.ndarray) -> str:
         threads.append(threading.current_thread().name)
         return encode(call, pixels)
 
-    monkeypatch.setattr(DrawCall, "encode", noted)
+    monkeypatch.setattr(ImageCall, "encode", noted)
     answer = draw(sdk, n=2, stream=is_stream)
     if is_stream:
         assert [picture(event.b64_json).format for event in answer] == ["PNG", "PNG"]

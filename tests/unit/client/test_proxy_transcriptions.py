@@ -58,7 +58,7 @@ def test_a_pipeline_that_knows_no_times_of_words(sdk: openai.OpenAI, backend: Fa
     backend.refusal = (
         "[bad_request:transcription.word_timestamps] pipeline 'fake' does not take 'transcription.word_timestamps'"
     )
-    with pytest.raises(openai.BadRequestError, match="when single words are said") as caught:
+    with pytest.raises(openai.BadRequestError, match="the times of single words") as caught:
         transcribe(sdk, response_format="verbose_json", timestamp_granularities=["word"])
     assert caught.value.param == "timestamp_granularities[]"
 

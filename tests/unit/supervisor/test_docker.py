@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from triton_omni import cli
 from triton_omni.backends.supervisor.home import REPO
-from triton_omni.backends.supervisor.serve.options import add_serve_options
+from triton_omni.backends.supervisor.serve import command as serve
 
 DOCKER = REPO / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
@@ -55,7 +54,7 @@ def test_images_do_not_run_as_root_and_say_how_they_are(file: Path) -> None:
     found = dict(instructions(file))
     assert found["USER"] == "1000"
     assert "HEALTHCHECK" in found
-    assert importlib.util.find_spec(module_of(found["ENTRYPOINT"])) is not None
+    assert importlib.util.find_spec(f"{module_of(found['ENTRYPOINT'])}.__main__") is not None
 
 
 def module_of(entry_point: str) -> str:
@@ -66,7 +65,9 @@ def module_of(entry_point: str) -> str:
 def test_the_servers_entry_point_is_a_command_line_of_ours() -> None:
     found = dict(instructions(DOCKER / "server.Dockerfile"))
     words = json.loads(found["ENTRYPOINT"]) + json.loads(found["CMD"])
-    options = cli.parser().parse_args(words[words.index("serve") :])
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    options = parser.parse_args(words[words.index("serve") + 1 :])
     assert options.host == "0.0.0.0" and options.no_proxy
     assert (REPO / options.deploy[0].relative_to("/opt/triton-omni/source")).is_file()
 
@@ -95,5 +96,5 @@ def test_compose_gives_the_server_what_triton_needs() -> None:
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])  # publishing wider is a decision
     grace_s = int(server["stop_grace_period"].removesuffix("s"))
     parser = argparse.ArgumentParser()
-    add_serve_options(parser)
+    serve.add_arguments(parser)
     assert grace_s > parser.parse_args([]).exit_timeout_s

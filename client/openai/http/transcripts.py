@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What earlier spoken answers said, by audio id, so that a chat may refer to them. In memory, bounded, with an end."""
+"""Transcripts of earlier spoken answers by audio id, so that a chat may refer to them. In memory, bounded, expiring."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 LIFE_S = 3600
-MOST = 10_000
+MAX_TRANSCRIPTS = 10_000
 
 
 class Transcripts:
     """Audio id → transcript until it expires."""
 
-    def __init__(self, clock: Callable[[], float] = time.time, life_s: int = LIFE_S, most: int = MOST) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.time, life_s: int = LIFE_S, limit: int = MAX_TRANSCRIPTS
+    ) -> None:
         self._clock = clock
         self._life_s = life_s
-        self._most = most
+        self._limit = limit
         self._kept: OrderedDict[str, tuple[int, str]] = OrderedDict()
 
     @staticmethod
@@ -27,15 +29,15 @@ class Transcripts:
         return f"audio_{uuid.uuid4().hex}"
 
     def keep(self, audio_id: str, transcript: str) -> int:
-        """Keep a transcript; returns the second it expires at."""
+        """Keep a transcript; returns when it expires, in seconds since the epoch."""
         expires_at = int(self._clock()) + self._life_s
         self._kept[audio_id] = (expires_at, transcript)
-        while len(self._kept) > self._most:
+        while len(self._kept) > self._limit:
             self._kept.popitem(last=False)
         return expires_at
 
     def find(self, audio_id: str) -> str | None:
-        """The transcript; None if it never was or has expired."""
+        """The transcript; None if it is unknown or has expired."""
         expires_at, transcript = self._kept.get(audio_id, (0, ""))
         if expires_at <= self._clock():
             self._kept.pop(audio_id, None)

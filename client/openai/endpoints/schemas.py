@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request bodies of the OpenAI routes as structs. `openapi.json` is generated from them.
+
+A field that is null counts as not sent. An unknown field is refused, so that a typo never passes silently.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from triton_omni.backends.wire import Deadlines
+
+Json = dict[str, Any]
+Ignored = Any
+"""Accepted because SDKs and frameworks send it; it means nothing to this server."""
+
+MAX_PROMPT_CHARS = 32_000
+MAX_INPUT_CHARS = 4096
+MAX_TEXT_CHARS = 1 << 20
+MAX_TOKENS = 1 << 24
+MAX_CHOICES = 16
+MAX_IMAGES = 10
+MAX_MESSAGES = 2048
+MAX_TOOLS = 128
+MAX_URL_CHARS = 1 << 27
+"""A data URL is a URL; the body's own bound comes first."""
+MAX_SEED = 2**63 - 1
+SIZE_PATTERN = r"^(auto|[0-9]{1,5}x[0-9]{1,5})$"
+
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+Url = Annotated[str, Meta(max_length=MAX_URL_CHARS)]
+Stop = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
+TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+Scale = Annotated[float, Meta(ge=0, le=100)]
+LoraScale = Annotated[float, Meta(ge=-100, le=100)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Modality = Literal["text", "audio", "image"]
+AudioFileFormat = Literal["mp3", "opus", "aac", "flac", "wav"]
+InputAudioFormat = Literal["wav", "mp3", "flac", "opus", "ogg", "aac", "m4a", "mp4", "webm"]
+ImageQuality = Literal["auto", "low", "medium", "high", "xhigh", "max", "standard", "hd"]
+
+
+class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Base of bodies and of their inner objects."""
+
+
+class _Common(_Strict, kw_only=True):
+    """What every route takes: the model and this server's own parameters."""
+
+    model: Text
+    speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None
+    language: Annotated[str, Meta(max_length=100)] | None = None
+    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    deadlines: Deadlines | None = None
+    stages: dict[str, Json] | None = None
+
+
+class _WithIgnored(_Common, kw_only=True):
+    """Parameters of OpenAI's JSON bodies that mean nothing here."""
+
+    metadata: Ignored = None
+    user: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    prompt_cache_options: Ignored = None
+    reasoning_effort: Ignored = None
+    verbosity: Ignored = None
+    prediction: Ignored = None
+    web_search_options: Ignored = None
+    moderation: Ignored = None
+
+
+# --- images ---
+
+
+class LoraChoice(_Strict, kw_only=True):
+    """vLLM-Omni's form of a LoRA. `path` and `int_id` are refused: the deploy file says which LoRAs exist."""
+
+    name: Annotated[str, Meta(max_length=200)]
+    scale: LoraScale | None = None
+    path: Ignored = None
+    int_id: Ignored = None
+
+
+class _ImageOptions(_WithIgnored, kw_only=True):
+    """Parameters of images, in image routes and in chats."""
+
+    size: Annotated[str, Meta(pattern=SIZE_PATTERN, description="auto, or WIDTHxHEIGHT in pixels")] | None = None
+    num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    guidance_scale: Scale | None = None
+    true_cfg_scale: Scale | None = None
+    negative_prompt: Annotated[str, Meta(max_length=MAX_PROMPT_CHARS)] | None = None
+    lora: Annotated[str, Meta(max_length=200)] | LoraChoice | None = None
+    lora_scale: LoraScale | None = None
+    step_cache: bool | None = None
+
+
+class ImageBody(_ImageOptions, kw_only=True):
+    """POST /v1/images/generations"""
+
+    prompt: Annotated[str, Meta(max_length=MAX_PROMPT_CHARS)]
+    n: Annotated[int, Meta(ge=1, le=MAX_IMAGES)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    stream: bool | None = None
+    partial_images: Annotated[int, Meta(ge=0, le=3)] | None = None
+    preview_every: Annotated[int, Meta(ge=0, le=1000)] | None = None
+    response_format: Literal["b64_json", "url"] | None = None
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_compression: Annotated[int, Meta(ge=0, le=100)] | None = None
+    background: Literal["auto", "opaque", "transparent"] | None = None
+    quality: ImageQuality | None = None
+    style: Literal["vivid", "natural"] | None = None
+
+
+class EditBody(ImageBody, kw_only=True):
+    """POST /v1/images/edits, beside the files"""
+
+    input_fidelity: Literal["high", "low"] | None = None
+
+
+# --- chat ---
+
+
+class InputAudio(_Strict, kw_only=True):
+    """Audio as base64. `format` is not relied on: the data says what it is."""
+
+    data: Url
+    format: InputAudioFormat
+
+
+class ImageUrl(_Strict, kw_only=True):
+    url: Url
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class MediaUrl(_Strict, kw_only=True):
+    url: Url
+
+
+class TextPart(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
+    text: Text
+
+
+class RefusalPart(msgspec.Struct, kw_only=True, tag_field="type", tag="refusal"):
+    refusal: Text
+
+
+class InputAudioPart(msgspec.Struct, kw_only=True, tag_field="type", tag="input_audio"):
+    input_audio: InputAudio
+
+
+class ImageUrlPart(msgspec.Struct, kw_only=True, tag_field="type", tag="image_url"):
+    image_url: ImageUrl | Url
+
+
+class AudioUrlPart(msgspec.Struct, kw_only=True, tag_field="type", tag="audio_url"):
+    audio_url: MediaUrl | Url
+
+
+class VideoUrlPart(msgspec.Struct, kw_only=True, tag_field="type", tag="video_url"):
+    video_url: MediaUrl | Url
+
+
+ContentPart = TextPart | RefusalPart | InputAudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    name: Text
+    arguments: Text
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call that an earlier answer made."""
+
+    id: Text
+    type: str = "function"
+    function: CalledFunction
+
+
+class AudioReference(msgspec.Struct, kw_only=True):
+    """The audio of an earlier answer, by its id."""
+
+    id: Text
+
+
+class ChatMessage(_Strict, kw_only=True):
+    """One turn. The fields from `images` on are replayed by clients from answers of OpenAI and of other servers."""
+
+    role: Role
+    content: Text | Annotated[list[ContentPart], Meta(min_length=1)] | None = None
+    name: Text | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Text | None = None
+    audio: AudioReference | None = None
+    images: Ignored = None
+    refusal: Ignored = None
+    annotations: Ignored = None
+    function_call: Ignored = None
+    weight: Ignored = None
+    reasoning: Ignored = None
+
+
+class VoiceId(_Strict, kw_only=True):
+    id: Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+VoiceName = Annotated[str, Meta(min_length=1, max_length=200)] | VoiceId
+
+
+class AudioOptions(_Strict, kw_only=True):
+    voice: VoiceName
+    format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm16"]
+
+
+class StreamOptions(_Strict, kw_only=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ProcessorOptions(_Strict, kw_only=True):
+    """vLLM's name for: the audio of a video is read together with its frames."""
+
+    use_audio_in_video: bool | None = None
+
+
+class ResponseSchema(msgspec.Struct, kw_only=True):
+    schema: Json | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: ResponseSchema | None = None
+
+
+class FunctionTool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | UnsetType = UNSET
+    parameters: Json | UnsetType = UNSET
+    strict: bool | UnsetType | None = UNSET
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A function that the model may call; other types are refused."""
+
+    type: str = ""
+    function: FunctionTool | None = None
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    name: str | None = None
+
+
+class NamedToolChoice(msgspec.Struct, kw_only=True):
+    type: str = ""
+    function: FunctionName | None = None
+
+
+class ChatBody(_ImageOptions, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    modalities: Annotated[list[Modality], Meta(min_length=1)] | None = None
+    audio: AudioOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_completion_tokens: TokenCount | None = None
+    max_tokens: TokenCount | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=4)] | None = None
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=MAX_SEED)] | None = None
+    logit_bias: dict[str, Bias] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    ignore_eos: bool | None = None
+    mm_processor_kwargs: ProcessorOptions | None = None
+
+
+# --- audio ---
+
+
+class SpeechBody(_WithIgnored, kw_only=True):
+    """POST /v1/audio/speech"""
+
+    input: Annotated[str, Meta(max_length=MAX_INPUT_CHARS)]
+    voice: VoiceName
+    response_format: AudioFileFormat | Literal["pcm"] | None = None
+    stream_format: Literal["audio", "sse"] | None = None
+    instructions: Annotated[str, Meta(max_length=MAX_INPUT_CHARS)] | None = None
+
+
+class TranscriptionBody(_Common, kw_only=True):
+    """POST /v1/audio/transcriptions, beside the file"""
+
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] | None = None
+    stream: bool | None = None
+    timestamp_granularities: list[Literal["word", "segment"]] | None = None
+    prompt: Text | None = None
+    temperature: Fraction | None = None
+    chunking_strategy: Literal["auto"] | None = None

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that clients may name, and the state of the pipelines behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from triton_omni.backends.wire import OmniError
+from triton_omni.openai.backend import Backend
+from triton_omni.openai.http.errors import ApiError, of_omni
+
+FRESH_S = 2.0
+OWNER = "triton-omni"
+Facts = dict[str, Any]
+"""A JSON object as a pipeline or this proxy reports it."""
+
+
+class Catalogue:
+    """Model id → pipeline: the configured names, else every public model of the server (asked every FRESH_S)."""
+
+    def __init__(
+        self, backend: Backend, configured: Mapping[str, str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._backend = backend
+        self._configured = dict(configured)
+        self._clock = clock
+        self._listed: dict[str, str] = {}
+        self._listed_s = float("-inf")
+        self.created = int(time.time())
+
+    async def models(self) -> dict[str, str]:
+        """Model id → pipeline. Raises OmniError."""
+        if self._configured:
+            return self._configured
+        if self._clock() - self._listed_s > FRESH_S:
+            self._listed = {m.name: m.name for m in await self._backend.models()}
+            self._listed_s = self._clock()
+        return self._listed
+
+    async def pipeline_of(self, model: str) -> str:
+        """The pipeline of a model id. Raises ApiError."""
+        try:
+            models = await self.models()
+        except OmniError as error:
+            raise of_omni(error) from error
+        if model not in models:
+            raise unknown_model(model, list(models))
+        return models[model]
+
+    async def states(self) -> dict[str, Facts]:
+        """Model id → what its pipeline reports, or why it does not answer. Raises OmniError."""
+        models = await self.models()
+        states = await asyncio.gather(*(self._state(pipeline) for pipeline in models.values()))
+        return dict(zip(models, states, strict=True))
+
+    async def entry(self, model: str) -> Facts:
+        """A model as OpenAI lists it, with our facts about it (voices, sample_rate, …). Raises ApiError."""
+        state = await self._state(await self.pipeline_of(model))
+        return self.entry_of(model, state)
+
+    def entry_of(self, model: str, state: Mapping[str, Any]) -> Facts:
+        """The same from a known state."""
+        own = {"id": model, "object": "model", "created": self.created, "owned_by": OWNER}
+        about = dict(state.get("about", {}))
+        return {**about, **own, "ready": state["ready"], "operations": state.get("operations", [])}
+
+    async def _state(self, pipeline: str) -> Facts:
+        try:
+            return await self._backend.health(pipeline)
+        except OmniError as error:
+            return {"pipeline": pipeline, "ready": False, "error": error.line()}
+
+
+def unknown_model(model: str, known: list[str]) -> ApiError:
+    """The 404 for a model that does not exist."""
+    names = ", ".join(known) or "none"
+    message = f"The model '{model}' does not exist; available models: {names}."
+    return ApiError(404, message, code="model_not_found", param="model")
