@@ -14,10 +14,10 @@ export PIP_ARGS
 EXTRAS ?=
 
 BOOTSTRAP := $(PYTHON) backends/supervisor/bootstrap.py
-OMNI_HOME := $(shell $(BOOTSTRAP) supervisor.home 2>/dev/null)
+OMNI_HOME := $(shell $(BOOTSTRAP) backends.supervisor.home 2>/dev/null)
 ENGINE := $(OMNI_HOME)/engine/bin
 PYTEST := $(ENGINE)/python -m pytest
-SUPERVISOR := $(ENGINE)/python -m triton_omni.backends.supervisor
+CLI := $(BOOTSTRAP) cli
 SERVE_ARGS ?=
 PERF_ARGS ?=
 TESTS ?= tests
@@ -32,13 +32,13 @@ help: ## show this list
 	@echo "  SERVE_ARGS='--any-port …'  TRITON_OMNI_HOME=$(OMNI_HOME)"
 
 setup: ## make environments, server and weights (about 5 minutes, 6 GB; again: only what changed)
-	@$(BOOTSTRAP) supervisor.setup.__main__ $(if $(EXTRAS),--extras $(EXTRAS))
+	@$(BOOTSTRAP) backends.supervisor.setup.__main__ $(if $(EXTRAS),--extras $(EXTRAS))
 
 serve: setup ## run supervisor, server and OpenAI proxy until Ctrl-C
-	@$(SUPERVISOR) serve $(SERVE_ARGS)
+	@$(CLI) serve $(SERVE_ARGS)
 
-demo: setup ## ask the embedded default for a spoken answer (and a picture); files in out/
-	@$(SUPERVISOR) demo
+demo: setup ## ask the embedded default for a spoken answer and an image; files in out/
+	@$(CLI) demo
 
 lint: ## style and types
 	@$(ENGINE)/ruff check . && $(ENGINE)/ruff format --check .
@@ -52,7 +52,7 @@ unit: ## unit tests
 check: lint unit ## lint, types, unit tests (under 2 minutes)
 
 doctor: ## is all set up; memory and start-up seconds of running servers
-	@$(SUPERVISOR) doctor
+	@$(CLI) doctor
 
 test: setup lint ## set-up, lint, types and all tests but chaos, soak and GPU
 	@$(PYTEST) -m "not chaos and not soak and not gpu" $(TESTS)
@@ -69,7 +69,7 @@ test-gpu: ## tests that need a CUDA device; makes the engine environment for it
 	@$(PYTEST) -m gpu $(TESTS)
 
 repository: ## write the model repositories from pipelines and deploy.yaml
-	@$(ENGINE)/python -m triton_omni.backends.repository
+	@$(CLI) repository --platform cpu --out model_repository
 
 perf: setup ## perf_analyzer on toy and chat beside their engines in one process; tables in out/perf
 	@$(ENGINE)/python -m perf.analyze --out out/perf $(PERF_ARGS)

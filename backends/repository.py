@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m triton_omni.backends.repository`: write model_repository/ from the pipelines and their deploy.yaml.
-
-Every `model_repository/<pipeline>/` is a Triton model repository of its own.
-"""
+"""Triton model repositories of the pipelines, written from their deploy files: one folder per pipeline."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from triton_omni.backends import wire
-from triton_omni.backends.config.load import load_deploy, read_deploy
+from triton_omni.backends.config.load import deploy_errors, load_deploy, read_deploy
+from triton_omni.backends.config.paths import Build
 from triton_omni.backends.config.schema import Deploy, StageDeploy, to_parameters
 from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.pipeline import Pipeline, Stage
@@ -128,26 +124,19 @@ def deploy_files(pipeline: str = "*") -> list[Path]:
     return sorted((Path(__file__).parent / "pipelines").glob(f"{pipeline}/deploy.yaml"))
 
 
-def main() -> int:
-    """Write the repositories."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    root = Path(__file__).resolve().parents[1] / "model_repository"
-    parser.add_argument("--out", type=Path, default=root)
-    parser.add_argument("--deploy", type=Path, help="another deploy file; writes the pipeline it is for")
-    parser.add_argument("--pipeline", default="*", help="only this pipeline")
-    args = parser.parse_args()
-    files = [args.deploy] if args.deploy else deploy_files(args.pipeline)
-    written = [name for file in files for name in write(args.out, file)]
-    sys.stderr.write(f"{args.out}: {len(written)} file(s) written\n")
-    return 0
+def check(deploy: Deploy) -> list[str]:
+    """What is wrong with a deploy file's values for its pipeline. Raises LookupError for an unknown pipeline."""
+    from triton_omni.backends.pipelines import load
+
+    return deploy_errors(deploy, load(deploy.pipeline))
 
 
-def write(out: Path, deploy_file: Path) -> list[str]:
+def write(out: Path, deploy_file: Path, platform: Build = "cpu") -> list[str]:
     """Write the repository of a deploy file's pipeline; returns the files that differed."""
     from triton_omni.backends.pipelines import load
 
-    pipeline = load(read_deploy(deploy_file).pipeline)
-    files = repository_files(pipeline, load_deploy(deploy_file, pipeline))
+    pipeline = load(read_deploy(deploy_file, platform).pipeline)
+    files = repository_files(pipeline, load_deploy(deploy_file, pipeline, platform))
     target = out / pipeline.name
     written: list[str] = []
     for name, content in files.items():
@@ -157,7 +146,3 @@ def write(out: Path, deploy_file: Path) -> list[str]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
     return written
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -31,12 +31,11 @@ from triton_omni.pieces import Piece
 from triton_omni.subtitles import Phrase, srt, vtt
 from triton_omni.sync import Client
 
-Say = Callable[[str], None]
-TRANSCRIPTS = ("text", "srt", "vtt", "json")
+Show = Callable[[str], None]
 
 
 class WavFile:
-    """16-bit mono speech, written as it comes. There is no file before there is sound."""
+    """16-bit mono speech, written while it arrives. The file is created with the first samples."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -67,32 +66,32 @@ class WavFile:
             self._sink.close()
 
 
-def chat(client: Client, options: argparse.Namespace, say: Say) -> int:
-    """One question, or a conversation."""
+def chat(client: Client, options: argparse.Namespace, show: Show) -> int:
+    """Ask one question, or chat line by line."""
     history = [Message("system", options.system)] if options.system else []
     media = Media()
-    shown = [
+    parts = [
         add(_content(client, source))
         for sources, add in ((options.image, media.image), (options.audio, media.audio), (options.video, media.video))
         for source in sources
     ]
     for prompt in [options.prompt] if options.prompt else _prompts():
-        history.append(Message("user", (*shown, Part("text", prompt)) if shown else prompt))
-        shown = []
-        answer = _answer(client, options, tuple(history), media, say)
+        history.append(Message("user", (*parts, Part("text", prompt)) if parts else prompt))
+        parts = []
+        answer = _answer(client, options, tuple(history), media, show)
         history.append(Message("assistant", answer))
-    say("\n")
+    show("\n")
     return 0
 
 
 def _content(client: Client, source: str) -> bytes:
-    """What is in a file or behind a URL. Raises OSError or MediaError."""
+    """The bytes of a file or URL. Raises OSError or MediaError."""
     is_url = "://" in source or is_data_url(source)
     return client.read_url(source) if is_url else Path(source).read_bytes()
 
 
 def _prompts() -> Iterator[str]:
-    """Lines that a person types; Ctrl-D ends."""
+    """Lines typed by the user until Ctrl-D."""
     while True:
         try:
             line = input("you: ").strip()
@@ -102,7 +101,9 @@ def _prompts() -> Iterator[str]:
             yield line
 
 
-def _answer(client: Client, options: argparse.Namespace, messages: tuple[Message, ...], media: Media, say: Say) -> str:
+def _answer(
+    client: Client, options: argparse.Namespace, messages: tuple[Message, ...], media: Media, show: Show
+) -> str:
     request = GenerateRequest(
         messages=messages,
         modalities=("text", "audio") if options.speak else ("text",),
@@ -112,35 +113,35 @@ def _answer(client: Client, options: argparse.Namespace, messages: tuple[Message
     text: list[str] = []
     end = Event("end")
     pieces = _pieces(client, options.model, request, media)
-    with closing(pieces), WavFile(options.speak or Path()) as sound:
+    with closing(pieces), WavFile(options.speak or Path()) as wav:
         for piece in pieces:
             if piece.text is not None:
-                say(piece.text)
+                show(piece.text)
                 text.append(piece.text)
             if piece.audio is not None:
-                sound.add(piece.audio, int(piece.event.meta["sample_rate"]))
+                wav.add(piece.audio, int(piece.event.meta["sample_rate"]))
             end = piece.event
-    say(f"\n[{_facts(end, sound.seconds, options.speak)}]\n")
+    show(f"\n[{_facts(end, wav.seconds, options.speak)}]\n")
     return "".join(text)
 
 
-def speak(client: Client, options: argparse.Namespace, say: Say) -> int:
-    """A text as speech."""
+def speak(client: Client, options: argparse.Namespace, show: Show) -> int:
+    """Speak a text into a WAV file."""
     request = GenerateRequest(
         operation="speech", input=options.text, speech=SpeechParams(options.voice, speed=options.speed)
     )
     end = Event("end")
-    with closing(_pieces(client, options.model, request, Media())) as pieces, WavFile(options.out) as sound:
+    with closing(_pieces(client, options.model, request, Media())) as pieces, WavFile(options.out) as wav:
         for piece in pieces:
             if piece.audio is not None:
-                sound.add(piece.audio, int(piece.event.meta["sample_rate"]))
+                wav.add(piece.audio, int(piece.event.meta["sample_rate"]))
             end = piece.event
-    say(f"{_facts(end, sound.seconds, options.out)}\n")
+    show(f"{_facts(end, wav.seconds, options.out)}\n")
     return 0
 
 
-def transcribe(client: Client, options: argparse.Namespace, say: Say) -> int:
-    """The words in a sound; a text as it is heard, other forms at the end."""
+def transcribe(client: Client, options: argparse.Namespace, show: Show) -> int:
+    """Transcribe a file: text while it arrives, other formats at the end."""
     media = Media()
     part = media.audio(_content(client, options.source))
     request = GenerateRequest(
@@ -148,42 +149,47 @@ def transcribe(client: Client, options: argparse.Namespace, say: Say) -> int:
         messages=(Message("user", (part,)),),
         transcription=TranscriptionParams(word_timestamps=options.words),
     )
-    heard: list[Phrase] = []
-    facts: list[dict[str, Any]] = []
+    phrases: list[Phrase] = []
+    segments: list[dict[str, Any]] = []
     with closing(_pieces(client, options.model, request, media)) as pieces:
         for piece in pieces:
             if piece.event.type != "transcript" or piece.text is None:
                 continue
             meta = piece.event.meta
-            heard.append(Phrase(meta["start_s"], meta["end_s"], piece.text))
-            facts.append({"text": piece.text, **{name: meta[name] for name in _TIMED if name in meta}})
+            phrases.append(Phrase(meta["start_s"], meta["end_s"], piece.text))
+            segments.append({"text": piece.text, **{name: meta[name] for name in _TIMED if name in meta}})
             if options.format == "text":
-                say(piece.text)
-    whole = {"text": "".join(phrase.text for phrase in heard), "segments": facts}
-    rest = {"text": "\n", "srt": srt(heard), "vtt": vtt(heard), "json": json.dumps(whole, ensure_ascii=False) + "\n"}
-    say(rest[options.format])
+                show(piece.text)
+    whole = {"text": "".join(phrase.text for phrase in phrases), "segments": segments}
+    rest = {
+        "text": "\n",
+        "srt": srt(phrases),
+        "vtt": vtt(phrases),
+        "json": json.dumps(whole, ensure_ascii=False) + "\n",
+    }
+    show(rest[options.format])
     return 0
 
 
 _TIMED = ("start_s", "end_s", "language", "words")
 
 
-def draw(client: Client, options: argparse.Namespace, say: Say) -> int:
-    """A picture."""
-    return _picture(client, options, GenerateRequest(operation="image", input=options.prompt), Media(), say)
+def draw(client: Client, options: argparse.Namespace, show: Show) -> int:
+    """Generate an image."""
+    return _image(client, options, GenerateRequest(operation="image", input=options.prompt), Media(), show)
 
 
-def edit(client: Client, options: argparse.Namespace, say: Say) -> int:
-    """A picture made of another one."""
+def edit(client: Client, options: argparse.Namespace, show: Show) -> int:
+    """Edit an image."""
     media = Media()
-    parts = [media.image(_content(client, options.picture), alpha="drop")]
+    parts = [media.image(_content(client, options.image), alpha="drop")]
     if options.mask:
         parts.append(media.mask(_content(client, options.mask)))
     message = Message("user", (*parts, Part("text", options.prompt)))
-    return _picture(client, options, GenerateRequest(operation="edit", messages=(message,)), media, say)
+    return _image(client, options, GenerateRequest(operation="edit", messages=(message,)), media, show)
 
 
-def _picture(client: Client, options: argparse.Namespace, request: GenerateRequest, media: Media, say: Say) -> int:
+def _image(client: Client, options: argparse.Namespace, request: GenerateRequest, media: Media, show: Show) -> int:
     from PIL import Image
 
     width, height = options.size or (None, None)
@@ -192,11 +198,11 @@ def _picture(client: Client, options: argparse.Namespace, request: GenerateReque
     with closing(_pieces(client, options.model, request, media)) as pieces:
         for piece in pieces:
             if piece.event.type == "progress":
-                say(f"\rstep {piece.event.meta.get('step', '?')} of {piece.event.meta.get('steps', '?')} ")
+                show(f"\rstep {piece.event.meta.get('step', '?')} of {piece.event.meta.get('steps', '?')} ")
             elif piece.image is not None:
                 Image.fromarray(piece.image).save(options.out)
                 height, width = piece.image.shape[:2]
-                say(f"\r{options.out}: {width}x{height}, seed {piece.event.meta.get('seed', '?')}\n")
+                show(f"\r{options.out}: {width}x{height}, seed {piece.event.meta.get('seed', '?')}\n")
     return 0
 
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`triton-omni doctor` and `top`: how a running server is, from its health and its metrics page."""
+"""`triton-omni doctor` and `top`: the state of a running server, from its health and its metrics."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from triton_omni.ask import Say
+from triton_omni.ask import Show
 from triton_omni.backends.wire import OmniError
 from triton_omni.sync import Client
 
@@ -24,52 +23,47 @@ _MODEL = re.compile(r'nv_inference_request_success\{model="([^"]*)"')
 _SAMPLE = re.compile(r"^((?:omni|nv)_\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
 
-def doctor(client: Client, options: argparse.Namespace, say: Say) -> int:
-    """Set-up (the server side's own findings), then the running server's pipelines and processes."""
-    code = 0
-    if not options.no_setup:
-        say("set-up\n")
-        code = subprocess.run(
-            [sys.executable, "-m", "triton_omni.backends.supervisor", "doctor"], check=False
-        ).returncode
-    say(f"\nserver at {options.triton}: ")
+def doctor(client: Client, options: argparse.Namespace, show: Show) -> int:
+    """Show the pipelines of the running server; returns 0 if all are ready."""
+    show(f"\nserver at {options.triton}: ")
     if not client.is_live():
-        say("nobody answers\n")
-        return code or 1
-    say("answers\n")
+        show("no answer\n")
+        return 1 if options.no_setup else 0  # the server's own doctor has reported its processes
+    show("answers\n")
+    code = 0
     for name in pipelines(client, [], samples(options.metrics)):
-        code |= _show_pipeline(client, name, say)
+        code |= _show_pipeline(client, name, show)
     return code
 
 
-def pipelines(client: Client, given: list[str], now: dict[str, float]) -> list[str]:
-    """The given pipelines, or all that the server has: by its metrics page, as the index of models may be restricted.
+def pipelines(client: Client, names: list[str], now: dict[str, float]) -> list[str]:
+    """The given pipelines, or all of the server: from its metrics, as the index of models may be restricted.
 
     Raises OmniError where both are out of reach.
     """
-    models = dict.fromkeys(found[1] for key in now if (found := _MODEL.match(key)))
-    return given or [m for m in models if client.is_public(m)] or [model.name for model in client.models()]
+    models = dict.fromkeys(match[1] for key in now if (match := _MODEL.match(key)))
+    return names or [m for m in models if client.is_public(m)] or [model.name for model in client.models()]
 
 
-def _show_pipeline(client: Client, name: str, say: Say) -> int:
+def _show_pipeline(client: Client, name: str, show: Show) -> int:
     try:
         health = client.health(name)
     except OmniError as error:
-        say(f"  {name}: {error.line()}\n")
+        show(f"  {name}: {error.line()}\n")
         return 1
-    say(f"  {name}: {'ready' if health['ready'] else 'NOT READY'}, {health['live']} live, {health['queued']} queued\n")
+    show(f"  {name}: {'ready' if health['ready'] else 'NOT READY'}, {health['live']} live, {health['queued']} queued\n")
     for stage, state in health["stages"].items():
-        say(f"    {stage:14} {state['state']:12} instances {state['instances']}, restarts {state.get('restarts', 0)}")
+        show(f"    {stage:14} {state['state']:12} instances {state['instances']}, restarts {state.get('restarts', 0)}")
         for role in ("stub", "worker"):
             sizes = [_rss_mb(pid) for pid in state.get(f"{role}_pids", []) if pid]
             if sizes and None not in sizes:
-                say(f", {role} {'+'.join(f'{size:.0f}' for size in sizes)} MB")
-        say(f", ready after {state.get('ready_s', 0):.1f} s\n")
+                show(f", {role} {'+'.join(f'{size:.0f}' for size in sizes)} MB")
+        show(f", ready after {state.get('ready_s', 0):.1f} s\n")
     return 0 if health["ready"] else 1
 
 
 def _rss_mb(pid: int) -> float | None:
-    """Resident memory of a process of this machine; None if it is not to be seen from here."""
+    """Resident memory of a process on this machine in MB; None if it is not visible."""
     try:
         fields = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -78,16 +72,16 @@ def _rss_mb(pid: int) -> float | None:
     return int(match[1]) / 1024 if match else None
 
 
-def top(client: Client, options: argparse.Namespace, say: Say) -> int:
-    """Views of the server, one after the other on the same screen."""
+def top(client: Client, options: argparse.Namespace, show: Show) -> int:
+    """Show a view of the server every second."""
     before: dict[str, float] = {}
     while True:
         now = samples(options.metrics)
         names = pipelines(client, options.model, now)
         if options.json:
-            say(json.dumps(_facts(client, names, now)) + "\n")
+            show(json.dumps(_facts(client, names, now)) + "\n")
         else:
-            say((CLEAR if sys.stdout.isatty() else "") + view(client, names, now, before, options.every_s))
+            show((CLEAR if sys.stdout.isatty() else "") + view(client, names, now, before, options.every_s))
         if options.once:
             return 0
         before = now
@@ -95,7 +89,7 @@ def top(client: Client, options: argparse.Namespace, say: Say) -> int:
 
 
 def samples(address: str) -> dict[str, float]:
-    """The samples on Triton's page, by name and labels; empty if there is no page."""
+    """The samples of Triton's metrics by name and labels; empty if the service does not answer."""
     try:
         text = httpx.get(f"http://{address}/metrics", timeout=METRICS_TIMEOUT_S, trust_env=False).text
     except httpx.HTTPError:
@@ -118,18 +112,18 @@ def view(client: Client, names: list[str], now: dict[str, float], before: dict[s
 
 
 def _facts(client: Client, names: list[str], now: dict[str, float]) -> dict[str, Any]:
-    """What a view shows; `steps` of a stage are as old as its last run."""
-    found: dict[str, Any] = {}
+    """The contents of a view; `steps` of a stage are those at its last update of the metrics."""
+    states: dict[str, Any] = {}
     for name in names:
         try:
             state = client.requests(name)
         except OmniError as error:
-            found[name] = {"error": error.line()}
+            states[name] = {"error": error.line()}
             continue
         for stage, facts in state["stages"].items():
             facts["steps"] = now.get(f'omni_stage_steps_total{{pipeline="{name}",stage="{stage}"}}')
-        found[name] = state
-    return {"time_s": time.time(), "pipelines": found}
+        states[name] = state
+    return {"time_s": time.time(), "pipelines": states}
 
 
 def _headline(name: str, state: dict[str, Any]) -> str:
@@ -151,7 +145,7 @@ def _request_line(request: dict[str, Any]) -> str:
 
 
 def _rates(name: str, now: dict[str, float], before: dict[str, float], every_s: float) -> list[str]:
-    """Counters of one pipeline that have moved, per second."""
+    """Counters of one pipeline that have changed, per second."""
     lines: list[str] = []
     for key, value in sorted(now.items()):
         is_counter = key.startswith("omni_") and "_total{" in key and f'pipeline="{name}"' in key

@@ -47,7 +47,7 @@ WORKDIR /tmp
 EXPOSE 8000 8001 8002
 # loading large weights takes minutes: ready is not expected before
 HEALTHCHECK --interval=10s --timeout=10s --start-period=30m --retries=3 \
-    CMD ["/opt/triton-omni/engine/bin/python", "-m", "triton_omni.backends.supervisor", "health"]
+    CMD ["/opt/triton-omni/engine/bin/python", "-m", "triton_omni.cli", "doctor", "--health"]
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["/opt/triton-omni/engine/bin/python", "-m", "triton_omni.backends.supervisor", "serve", "--host", "0.0.0.0", "--no-proxy"]
-CMD ["--deploy", "/opt/triton-omni/source/backends/pipelines/chat/deploy-gpu.yaml"]
+ENTRYPOINT ["/opt/triton-omni/engine/bin/python", "-m", "triton_omni.cli", "serve", "--host", "0.0.0.0", "--no-proxy"]
+CMD ["--deploy", "/opt/triton-omni/source/backends/pipelines/chat/deploy.yaml"]

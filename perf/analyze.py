@@ -49,7 +49,7 @@ def row(name: str, concurrency: int, found: Summary, cpu_s: dict[str, float] | N
     )
 
 
-def served(server: Server, pipeline: str, concurrency: int, count: int) -> tuple[Summary, dict[str, float]]:
+def load_server(server: Server, pipeline: str, concurrency: int, count: int) -> tuple[Summary, dict[str, float]]:
     """One load through the server."""
     body = request_json(pipeline)
     flags = ["--concurrency-range", str(concurrency), "--request-count", str(count)]
@@ -84,9 +84,9 @@ def measure(pipeline: str, concurrencies: Sequence[int], rounds: int) -> list[st
     alone = baseline(pipeline, loads)
     lines = [f"## {pipeline}", "", HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
     with bare_server([repository(pipeline)]) as server:
-        served(server, pipeline, 1, 2)  # links, lanes and lazy set-up
+        load_server(server, pipeline, 1, 2)  # links, lanes and lazy set-up
         for (concurrency, count), one_process in zip(loads, alone, strict=True):
-            found, cpu_s = served(server, pipeline, concurrency, count)
+            found, cpu_s = load_server(server, pipeline, concurrency, count)
             lines.append(row("server", concurrency, found, cpu_s, pipeline))
             lines.append(row("one process", concurrency, one_process, None, pipeline))
             lines.append(

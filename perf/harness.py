@@ -16,8 +16,7 @@ from typing import Any
 
 from triton_omni.backends.control.records import read_records
 from triton_omni.backends.supervisor.home import REPO, find_home
-from triton_omni.backends.supervisor.serve import processes
-from triton_omni.backends.supervisor.serve import run_folder as rundir
+from triton_omni.backends.supervisor.serve import processes, run_folder
 from triton_omni.backends.supervisor.serve.launch import LOCAL, Launch, free_ports, log_errors
 from triton_omni.backends.supervisor.serve.locate import find_server
 
@@ -53,7 +52,7 @@ class Server:
 def bare_server(repositories: Sequence[Path], variables: Mapping[str, str] | None = None) -> Iterator[Server]:
     """A plain tritonserver on free ports, ended with the `with` body."""
     with tempfile.TemporaryDirectory(prefix="omni-perf-") as folder:
-        log, ports, run_dir = Path(folder) / "server.log", free_ports(), rundir.make()
+        log, ports, run_dir = Path(folder) / "server.log", free_ports(), run_folder.make()
         server = find_server(find_home())
         server = replace(server, environment={**server.environment, **(variables or {})})
         launch = Launch(server, [Path(r).resolve() for r in repositories], ports, run_dir, exit_timeout_s=10)

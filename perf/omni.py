@@ -29,7 +29,7 @@ from triton_omni.backends.config.load import read_deploy
 from triton_omni.backends.control.hub import probe
 from triton_omni.backends.control.records import read_records
 from triton_omni.backends.repository import write
-from triton_omni.backends.supervisor.serve import run_folder as rundir
+from triton_omni.backends.supervisor.serve import run_folder
 
 MODEL = "qwen3_omni"
 TEXT = "Tell me about the sea, the sky and the old town, in a few sentences."
@@ -50,7 +50,7 @@ class Subject:
 
 
 @contextmanager
-def served(deploy: Path) -> Iterator[Subject]:
+def temporary_server(deploy: Path) -> Iterator[Subject]:
     """A bare server with what a deploy file says."""
     with tempfile.TemporaryDirectory(prefix="omni-perf-") as folder:
         write(Path(folder), deploy)
@@ -61,8 +61,8 @@ def served(deploy: Path) -> Iterator[Subject]:
 def running(grpc: str) -> Subject:
     """A running server, with its run folder if it is supervised here."""
     port = grpc.rpartition(":")[2]
-    for run_dir in rundir.all_runs():
-        facts = rundir.read_json(run_dir.path / rundir.FACTS_FILE)
+    for run_dir in run_folder.all_runs():
+        facts = run_folder.read_json(run_dir.path / run_folder.FACTS_FILE)
         if facts is not None and str(facts["grpc_port"]) == port:
             return Subject(grpc, run_dir.path)
     return Subject(grpc, None)
@@ -83,7 +83,7 @@ def tiny(frames: int, streams: int) -> Iterator[Subject]:
         deploy = {"pipeline": MODEL, "stages": {k: {"device": "cpu", "engine": v} for k, v in engines.items()}}
         file = Path(folder) / "deploy.yaml"
         file.write_text(json.dumps(deploy))  # JSON is YAML
-        with served(file) as subject:
+        with temporary_server(file) as subject:
             yield subject
 
 
@@ -141,7 +141,7 @@ def main() -> int:
     if args.grpc:
         table(running(args.grpc), loads, args)
         return 0
-    with served(args.deploy) if args.deploy else tiny(args.frames, max(loads)) as subject:
+    with temporary_server(args.deploy) if args.deploy else tiny(args.frames, max(loads)) as subject:
         table(subject, loads, args)
     return 0
 

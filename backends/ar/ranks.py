@@ -8,7 +8,6 @@ ends at once, as if it had crashed itself: its stub ends every run with one erro
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -21,11 +20,12 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from triton_omni.backends.child_process import signal_on_parent_death
 from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.core.errors import describe
 
 log = logging.getLogger("triton_omni.ranks")
 
-_PR_SET_PDEATHSIG = 1
 _REASONS = "TRITON_OMNI_RANK_REASONS"
 """Variable that names the folder where ranks write why they could not load."""
 
@@ -53,7 +53,7 @@ def die_with_worker() -> None:
     if worker is None:
         return  # the only rank lives in the worker itself
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal_on_parent_death(signal.SIGKILL)
     if os.getppid() != worker.pid:  # it went before the call
         os._exit(1)
 
@@ -95,7 +95,7 @@ def tell_reason(rank: int) -> Iterator[None]:
     except Exception as error:
         if _REASONS in os.environ:  # with one rank the error itself gets there
             reason = Path(os.environ[_REASONS], f"rank {rank}")
-            reason.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+            reason.write_text(describe(error), encoding="utf-8")
         raise
 
 

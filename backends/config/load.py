@@ -3,33 +3,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from triton_omni.backends.config.schema import ConfigError, Deploy, convert
+from triton_omni.backends.config.gpu_memory import gpu_memory_errors
+from triton_omni.backends.config.layers import read_layers
+from triton_omni.backends.config.paths import Build
+from triton_omni.backends.config.schema import ConfigError, Deploy, OrchestratorDeploy, StageDeploy, convert
 from triton_omni.backends.core.pipeline import Pipeline
 
 
-def read_deploy(path: Path) -> Deploy:
-    """The deploy file at `path`, whatever pipeline it is for; raises ConfigError naming file and key."""
-    import yaml
-
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path.name}: {error}") from None
-    if isinstance(values, dict) and isinstance(values.setdefault("stages", {}), dict):
-        # `tokens:` with nothing behind it means all defaults
-        values["stages"] = {name: {} if stage is None else stage for name, stage in values["stages"].items()}
-    return convert(values, Deploy, path.name)
+def read_deploy(path: Path, platform: Build = "cpu") -> Deploy:
+    """The deploy file at `path` with all that it extends. Raises ConfigError with every error, file and key."""
+    return to_deploy(read_layers(path, platform).values, path.name)
 
 
-def load_deploy(path: Path, pipeline: Pipeline) -> Deploy:
-    """The deploy file at `path` for `pipeline`; raises ConfigError naming file and key."""
-    deploy = read_deploy(path)
+def to_deploy(values: Mapping[str, Any], place: str) -> Deploy:
+    """Merged values as a Deploy. Raises ConfigError with all errors of all sections, each on a line."""
+    errors: list[str] = []
+
+    def checked(convert_section: Callable[[], object]) -> None:
+        try:
+            convert_section()
+        except ConfigError as error:
+            errors.append(str(error))
+
+    stages = values.get("stages", {})
+    if isinstance(stages, dict):
+        for name, stage in stages.items():
+            checked(lambda name=name, stage=stage: convert(stage, StageDeploy, f"{place}: stage {name}"))
+    orchestrator = values.get("orchestrator", {})
+    checked(lambda: convert(orchestrator, OrchestratorDeploy, f"{place}: orchestrator"))
+    shallow = {**values, "stages": {} if isinstance(stages, dict) else stages}
+    shallow.pop("orchestrator", None)
+    checked(lambda: convert(shallow, Deploy, place))
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return convert(values, Deploy, place)
+
+
+def load_deploy(path: Path, pipeline: Pipeline, platform: Build = "cpu") -> Deploy:
+    """The deploy file at `path` for `pipeline`. Raises ConfigError with all errors, each with file and key."""
+    deploy = read_deploy(path, platform)
     if deploy.pipeline != pipeline.name:
-        raise ConfigError(f"{path.name}: it is for pipeline '{deploy.pipeline}', not '{pipeline.name}'")
-    names = {s.name for s in pipeline.stages}
-    if set(deploy.stages) != names:
-        odd = ", ".join(sorted(set(deploy.stages) ^ names))
-        raise ConfigError(f"{path.name}: stages must be exactly {', '.join(sorted(names))}; odd: {odd}")
+        raise ConfigError(f"{path.name}: pipeline is '{deploy.pipeline}' but must be '{pipeline.name}'")
+    if errors := deploy_errors(deploy, pipeline):
+        raise ConfigError("\n".join(f"{path.name}: {error}" for error in errors))
     return deploy
+
+
+def deploy_errors(deploy: Deploy, pipeline: Pipeline) -> list[str]:
+    """What does not fit between a deploy file and its pipeline, or between its stages and their GPUs."""
+    errors: list[str] = []
+    names = [stage.name for stage in pipeline.stages]
+    if missing := [name for name in names if name not in deploy.stages]:
+        errors.append(f"stages of pipeline {pipeline.name} are missing: {', '.join(missing)}")
+    if unknown := sorted(set(deploy.stages) - set(names)):
+        errors.append(f"unknown stages: {', '.join(unknown)}; pipeline {pipeline.name} has {', '.join(names)}")
+    return errors + gpu_memory_errors(deploy.stages, deploy.gpu_bytes)

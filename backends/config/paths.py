@@ -16,12 +16,17 @@ import stat
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
-REPO = Path(__file__).resolve().parents[2]
+BACKENDS = Path(__file__).resolve().parents[1]
+REPO = BACKENDS.parent
+Build = Literal["cpu", "cuda"]
+"""A build of vLLM and torch; also the platform whose block of a deploy file counts."""
 HOME_VARIABLE = "TRITON_OMNI_HOME"
 ENGINE_PYTHON_VARIABLE = "TRITON_OMNI_ENGINE_PYTHON"
 MODELS_VARIABLE = "TRITON_OMNI_MODELS"
 RUN_DIR_VARIABLE = "TRITON_OMNI_RUN_DIR"
+DRIVER_LIBRARY = "libcuda.so.1"
 
 
 def is_checkout(folder: Path = REPO) -> bool:
@@ -30,7 +35,7 @@ def is_checkout(folder: Path = REPO) -> bool:
 
 
 def absolute(given: str | Path) -> Path:
-    """A path that still leads there from another folder: what we start does not run in ours."""
+    """An absolute path: child processes run in other folders."""
     return Path(given).expanduser().absolute()
 
 
@@ -46,7 +51,7 @@ def home(repo: Path = REPO) -> Path:
 
 
 def engine_python() -> Path:
-    """The interpreter that runs engine workers: ours if it was set up, else the one that runs now."""
+    """The interpreter of engine workers: the home's if it was set up, else the running one."""
     given = os.environ.get(ENGINE_PYTHON_VARIABLE)
     if given:
         return absolute(given)
@@ -54,13 +59,33 @@ def engine_python() -> Path:
     return ours if ours.exists() else Path(sys.executable)
 
 
+def build_of(environment: Path) -> Build:
+    """Which vLLM a virtual environment holds; "cpu" where there is none."""
+    return "cuda" if any(environment.glob("lib/python*/site-packages/vllm-*.dist-info")) else "cpu"
+
+
+def engine_build() -> Build:
+    """The build of the environment that runs engine workers."""
+    return build_of(engine_python().parent.parent)
+
+
 def models_dir() -> Path:
     """Folder with model checkpoints."""
     return absolute(os.environ.get(MODELS_VARIABLE) or home() / "models")
 
 
+def driver_library_path(library_path: str) -> str:
+    """The entries of an LD_LIBRARY_PATH that hold NVIDIA's driver; "" if there is none.
+
+    Some hosts (GKE: /usr/local/nvidia/lib64) have it on that variable only. All other entries are dropped for
+    processes of another environment, whose libraries they could replace.
+    """
+    folders = [folder for folder in library_path.split(":") if folder and (Path(folder) / DRIVER_LIBRARY).exists()]
+    return ":".join(folders)
+
+
 def run_dir(server_pid: int) -> Path:
-    """The private folder of the server with this pid; made if missing, refused if it is not ours alone."""
+    """The private folder of the server with this pid, created if missing; PermissionError if others have access."""
     given = os.environ.get(RUN_DIR_VARIABLE)
     path = Path(given) if given else Path(tempfile.gettempdir()) / f"triton-omni-{os.getuid()}" / run_name(server_pid)
     if not given:
@@ -88,6 +113,6 @@ def start_time(pid: int) -> int:
 
 
 def _check_private(path: Path) -> None:
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(f"{path} must be a directory of this user with mode 0700")

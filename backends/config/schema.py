@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine does with a pipeline: deploy.yaml, and the same values as config.pbtxt parameters.
+"""Values of a deploy.yaml, and the same values as config.pbtxt parameters.
 
-Two layers and no third: pipeline.py says what is true of the model, deploy.yaml what this machine does. All
-defaults are here. Times in seconds, 0 disables a deadline.
+pipeline.py describes the model, deploy.yaml what this machine does with it (layers.py merges deploy files). All
+defaults are here. Times in seconds; 0 disables a deadline.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class ConfigError(ValueError):
 
 
 class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Admission, deadlines and limits of a pipeline's front door.
+    """Admission, deadlines and limits of a pipeline.
 
-    max_live           requests in work at once; more wait
+    max_live           running requests; more wait
     max_queue          requests that may wait; more are refused with too_busy
     queue_s            how long a request may wait
     first_output_s     from admission to the first piece of output
@@ -64,9 +64,11 @@ class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     instances          Triton instances per GPU (or group of GPUs), each with a worker of its own
     device             "cpu", "cuda" or "auto" (cuda where there is a GPU)
     gpus               GPUs to use, by the server's numbers; empty: all of them
-    gpus_per_instance  so many of `gpus`, in order, belong to one instance, for engines that spread a model
+    gpus_per_instance  number of consecutive `gpus` per instance, for engines that spread a model
     start_timeout_s    how long loading the engine may take
-    hang_s             a worker without a sign of life for so long is killed and restarted
+    hang_s             a worker without a heartbeat for this long is killed and restarted
+    gpu_memory_bytes   memory that an instance uses on each of its GPUs: weights, caches, activations; 0: not stated.
+                       Only for the check that stages fit the GPUs they share
     engine             options of the stage's engine; the engine knows its own keys
     """
 
@@ -76,6 +78,7 @@ class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus_per_instance: Count = 1
     start_timeout_s: Seconds = 900.0
     hang_s: Seconds = 120.0
+    gpu_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     engine: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
@@ -98,11 +101,15 @@ class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A deploy.yaml."""
+    """A deploy.yaml.
+
+    gpu_bytes  memory of each GPU that the file is written for; 0: unknown, and whether stages fit is not checked
+    """
 
     pipeline: str
     stages: dict[str, StageDeploy]
     orchestrator: OrchestratorDeploy = OrchestratorDeploy()
+    gpu_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -126,10 +133,10 @@ def to_parameters(deploy: OrchestratorDeploy | StageDeploy) -> dict[str, str]:
     """A deploy section as flat text parameters; engine options become `engine.<key>` with a JSON value."""
     values = msgspec.to_builtins(deploy)
     engine = values.pop("engine", {})
-    said_by_instance_group = ["instances", "device"]
+    not_of_the_instance = ["instances", "device", "gpu_memory_bytes"]  # instance_group and static checks have them
     if values.get("gpus_per_instance", 1) == 1:
-        said_by_instance_group += ["gpus", "gpus_per_instance"]
-    for name in said_by_instance_group:
+        not_of_the_instance += ["gpus", "gpus_per_instance"]
+    for name in not_of_the_instance:
         values.pop(name, None)
     flat = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
     return flat | {f"engine.{key}": json.dumps(value) for key, value in engine.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One interface for every carrier of chunks between two processes, and the credits that bound it.
+"""The interface of all carriers of chunks between two processes, and their credits.
 
 A connector is one end of a duplex, ordered pipe to one peer. Chunks need a credit, messages do not:
 
@@ -9,8 +9,8 @@ A connector is one end of a duplex, ordered pipe to one peer. Chunks need a cred
     release(chunk)  the consumer no longer touches the chunk's bytes; gives the credit back
     close()         both ends see it
 
-None of them blocks. When the peer is gone, `get` first returns what had arrived and then raises PeerLost, as do
-`put` and `send`.
+No method blocks. When the peer is gone, `get` first returns what had arrived and then raises PeerLost, as do `put`
+and `send`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Protocol
 
 from triton_omni.backends.core.chunk import Chunk
 
-WINDOW_CHUNKS = 8  # per run and edge: enough to hide one round trip, small enough that a slow reader is felt at once
-LINK_CHUNKS = 4096  # per link: bounds descriptors in flight however many runs share it
+WINDOW_CHUNKS = 8  # per run and edge: hides one round trip; small, so that a slow reader soon stops its producer
+LINK_CHUNKS = 4096  # per link: bounds descriptors in flight, for any number of runs
 INLINE_BYTES = 8192  # payloads up to this travel inside the packet: cheaper than a slab slot (transport.md §3)
 PACKET_BYTES = 128 << 10  # cap of one packet: safely below a socket buffer of default size (net.core.wmem_max)
-MESSAGE_BYTES = 16 << 20  # cap of one message, a guard against nonsense; larger data belongs into chunks
+MESSAGE_BYTES = 16 << 20  # cap of one message; larger data belongs in chunks
 
 
 class PeerLost(ConnectionError):
@@ -48,7 +48,7 @@ class Credits:
     window: int = WINDOW_CHUNKS
     limit: int = LINK_CHUNKS
     total: int = 0
-    used: dict[tuple[bytes, str], int] = field(default_factory=dict)
+    used: dict[tuple[bytes, str], int] = field(default_factory=dict[tuple[bytes, str], int])
 
     def free(self, key: tuple[bytes, str]) -> bool:
         """True if one more chunk of this run and edge may go out."""

@@ -131,7 +131,8 @@ class DeviceSlab:
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors in one pinned buffer, which the next call overwrites."""
-        offsets, end = [], 0
+        offsets: list[int] = []
+        end = 0
         for tensor in tensors:
             offsets.append(end)
             end += -(-tensor.spec.nbytes // PINNED_ALIGN) * PINNED_ALIGN

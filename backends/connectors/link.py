@@ -2,8 +2,8 @@
 """A SOCK_SEQPACKET unix socket that never blocks: ordered packets, file descriptors, and EOF when the peer dies.
 
 Used by one thread. Packets that the kernel cannot take now wait in a backlog, which `put` of the connectors bounds.
-While `joining`, small packets wait for one another and leave as one: two system calls for a crowd of chunks and
-acknowledgements instead of two for each.
+While `joining`, small packets are held and sent as one: two system calls for many chunks and acknowledgements
+instead of two for each.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from triton_omni.backends.connectors.base import PACKET_BYTES, PeerLost
 SEND_BUFFER_BYTES = 4 << 20  # the default 208 KiB makes bursts of small chunks wait for the reader
 JOINED = b"J"  # first byte of a joined packet: frames follow, each behind its length; no single packet starts so
 JOINED_FRAMES = 1000  # the kernel takes 1024 parts per packet
-JOINED_BYTES = 48 << 10  # what waits is sent when there is more, so that the reader can begin
-PACKETS_PER_TURN = 256  # how much one busy peer may be read before others get their turn
+JOINED_BYTES = 48 << 10  # held packets above this are sent, so that the reader can begin
+PACKETS_PER_TURN = 256  # packets read of one busy peer before others are served
 
 Buffer = bytes | bytearray | memoryview
 _U32 = struct.Struct("<I")
@@ -52,7 +52,7 @@ class Link:
 
     @property
     def backlog_packets(self) -> int:
-        """Packets the kernel has not taken yet; the caller watches for writability while there are any."""
+        """Packets not yet accepted by the kernel; the caller polls for writability while there are any."""
         return 0 if self._broken else len(self._backlog)
 
     def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
@@ -61,7 +61,7 @@ class Link:
             raise PeerLost("the peer is gone")
         nbytes = sum(map(len, parts))
         if nbytes > PACKET_BYTES:
-            raise ValueError(f"a packet may have {PACKET_BYTES} bytes")
+            raise ValueError(f"packet must be at most {PACKET_BYTES} bytes (got {nbytes})")
         if fds or not self.joining:
             self.send_held()
             self._send_now(parts, fds)
@@ -72,13 +72,13 @@ class Link:
         self._held_bytes += nbytes
 
     def send_held(self) -> None:
-        """Send what waits to be joined."""
+        """Send held packets."""
         if self._held:
             held, self._held, self._held_bytes = self._held, [], 0
             self._send_now((JOINED, *held))
 
     def flush(self) -> None:
-        """Hand waiting packets to the kernel, as far as it takes them."""
+        """Pass packets of the backlog to the kernel, as far as it accepts them."""
         while self._backlog and not self._broken:
             packet, fds = self._backlog[0]
             if not self._try_send((packet,), fds):
@@ -112,7 +112,7 @@ class Link:
         return packets
 
     def abandon(self) -> None:
-        """Stop talking to a peer that is gone or cannot be understood; both ends see EOF."""
+        """End the link to a peer that is gone or sends malformed packets; both ends see EOF."""
         self.lost = True
         self._shut_down()
 
@@ -137,7 +137,7 @@ class Link:
             return False
         except OSError as error:
             self._broken = True
-            self._shut_down()  # whatever the reason was, EOF follows and is reported like any other loss
+            self._shut_down()  # EOF follows and is reported like any other loss
             raise PeerLost(f"the peer is gone ({error.strerror})") from None
         return True
 

@@ -31,7 +31,7 @@ from triton_omni.backends.connectors.slab import Extents
 from triton_omni.backends.core.chunk import Chunk, Tensor, TensorSpec
 
 SLAB_BYTES = 64 << 20  # virtual; the kernel backs only pages that were written
-BACKLOG_PACKETS = 64  # packets waiting in user space before `put` says "not now"
+BACKLOG_PACKETS = 64  # packets waiting in user space above which `put` returns False
 TENSOR_ALIGN = 64  # a cache line, and enough for any vector load
 
 MESSAGE, LONG_MESSAGE, CHUNK, ACK, SLAB = b"M", b"L", b"D", b"A", b"S"
@@ -62,7 +62,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 MALFORMED = (msgspec.MsgspecError, struct.error, LookupError, ValueError, ArithmeticError, RuntimeError, OSError)
-"""What reading a packet may raise that is malformed (RuntimeError: too deeply nested), or whose GPU memory is gone."""
+"""Raised while reading a packet that is malformed (RuntimeError: too deeply nested) or whose GPU memory is gone."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Header).decode
@@ -115,7 +115,7 @@ class ShmConnector:
 
     @property
     def in_flight(self) -> int:
-        """Chunks put and not yet acknowledged."""
+        """Number of chunks put and not yet acknowledged."""
         return len(self._sent)
 
     @property
@@ -126,7 +126,7 @@ class ShmConnector:
     # --- sending -----------------------------------------------------------------------------------------------
     def send(self, message: bytes) -> None:
         if len(message) > MESSAGE_BYTES:
-            raise ValueError(f"a message may have {MESSAGE_BYTES} bytes, not {len(message)}")
+            raise ValueError(f"message must be at most {MESSAGE_BYTES} bytes (got {len(message)})")
         if len(message) <= LONG_MESSAGE_BYTES:
             self.link.send((MESSAGE, message))
             return
@@ -205,7 +205,7 @@ class ShmConnector:
         return [(t if t.device == "cpu" else next(copies), at, nbytes) for t, at, nbytes in layout]
 
     def _reserve(self, nbytes: int) -> tuple[int | None, int, _Memfd | None]:
-        """Room for a host payload: (location, offset in the slab, one-shot memfd); location None: no room now."""
+        """Reserve room for a payload: (location, offset in the slab, one-shot memfd). Location None: no room now."""
         if nbytes == 0:
             return NO_PAYLOAD, -1, None
         if nbytes <= INLINE_BYTES:
@@ -261,7 +261,7 @@ class ShmConnector:
             self._acknowledge()
 
     def send_held(self) -> None:
-        """End of joining: send what waited, acknowledgements as one packet."""
+        """End of joining: send held packets, acknowledgements as one."""
         if self._released:
             self._acknowledge()
         self.link.send_held()
@@ -275,7 +275,7 @@ class ShmConnector:
             self.link.send((ACK, struct.pack(f"<{len(slots)}I", *slots)))
 
     def flush(self) -> None:
-        """Send what waits in the backlog, as far as the kernel takes it."""
+        """Send packets of the backlog, as far as the kernel accepts them."""
         self.link.flush()
 
     def close(self) -> None:
@@ -285,20 +285,20 @@ class ShmConnector:
             self.device.close(self.link.peer_closed)  # before EOF tells the peer that its slab is unmapped here
             self.device = None
         self.link.close()
-        self._peer_slab = None  # unmapped when the last chunk that is still held lets go of it
+        self._peer_slab = None  # unmapped when the last chunk that uses it is dropped
         if self._slab is not None:
             self._slab.close()
             self._slab = None
 
     def _receive(self) -> None:
-        """Take what the kernel has. After a malformed packet nothing more is read: the peer is as good as gone."""
-        sound = True
+        """Read what the kernel has. A malformed packet ends the link; packets after it are dropped."""
+        well_formed = True
         for packet, fds in self.link.receive():
             try:
-                if sound:
+                if well_formed:
                     self._on_packet(memoryview(packet), fds)
             except MALFORMED:
-                sound = False
+                well_formed = False
                 self.link.abandon()
             finally:
                 if fds:
@@ -316,7 +316,7 @@ class ShmConnector:
         elif kind == LONG_MESSAGE:
             length = _U32.unpack(body)[0]
             if length > MESSAGE_BYTES:
-                raise ValueError(f"a message of {length} bytes")
+                raise ValueError(f"message must be at most {MESSAGE_BYTES} bytes (got {length})")
             with mmap.mmap(fds[0], length, prot=mmap.PROT_READ) as mapping:
                 self._arrived.append(mapping[:])
         elif kind == SLAB:
@@ -328,7 +328,7 @@ class ShmConnector:
         elif kind == DEVICE_ANSWER and self.device is not None:
             self.device.on_answer(bytes(body).decode(errors="replace"))
         else:
-            raise ValueError(f"packet of unknown kind {kind!r}")
+            raise ValueError(f"unknown packet kind {kind!r}")
 
     def _acknowledged(self, slot: int) -> None:
         if slot in self._sent:
@@ -337,7 +337,7 @@ class ShmConnector:
             self._free(slab_offset, device_offset)
 
     def _free(self, slab_offset: int, device_offset: int) -> None:
-        """Give the room of a chunk back."""
+        """Free the slab extents of a chunk."""
         if slab_offset >= 0:
             self._extents.free(slab_offset)
         if device_offset >= 0 and self.device is not None:
@@ -382,21 +382,21 @@ def _lay_out(tensors: Sequence[Tensor]) -> tuple[Layout, int]:
 
 
 def _part(payload: memoryview, offset: int, nbytes: int) -> memoryview:
-    """`nbytes` of a payload; ValueError if they are not all inside it."""
+    """`nbytes` of a payload from `offset` on; raises ValueError if they are not all inside it."""
     if not 0 <= offset <= offset + nbytes <= len(payload):
         raise ValueError(f"bytes {offset} to {offset + nbytes} of a payload of {len(payload)}")
     return payload[offset : offset + nbytes]
 
 
 def _write(target: memoryview, offset: int, layout: Layout) -> None:
-    """Copy tensors to their places from `offset` on: the one copy of a hop."""
+    """Copy tensors to their offsets, from `offset` on: the one copy of a hop."""
     for tensor, at, nbytes in layout:
         if nbytes:
             target[offset + at : offset + at + nbytes] = memoryview(tensor.data).cast("B")
 
 
 def _in_a_row(layout: Layout) -> list[Buffer]:
-    """A payload in parts: the tensors' bytes, with the gaps that align them."""
+    """A payload in parts: the tensors' bytes and the gaps that align them."""
     parts: list[Buffer] = []
     end = 0
     for tensor, at, nbytes in layout:
@@ -404,7 +404,7 @@ def _in_a_row(layout: Layout) -> list[Buffer]:
             continue
         data = memoryview(tensor.data).cast("B")
         if len(data) != nbytes:
-            raise ValueError(f"tensor '{tensor.name}' has {len(data)} bytes, not {nbytes}")
+            raise ValueError(f"tensor '{tensor.name}' must have {nbytes} bytes (got {len(data)})")
         if at > end:
             parts.append(_GAP[: at - end])
         parts.append(data)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The up and down messages and the sockets they travel on."""
+"""Control messages and the hub of links that carries them."""
 
 from triton_omni.backends.control.hub import Hub, Lost, Peer, probe
 

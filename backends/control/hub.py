@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All links of one process, driven by one thread: connect, listen, and take what came in, in order."""
+"""All links of one process, driven by one thread: connects, listens, and returns received items in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from triton_omni.backends.core.chunk import Chunk
 
 log = logging.getLogger("triton_omni.control")
 
-ACCEPT_PAUSE_S = 1.0  # after an accept that failed for want of descriptors or memory
+ACCEPT_PAUSE_S = 1.0  # after an accept that failed for lack of descriptors or memory
 ITEMS_PER_TURN = 256
 
 _GONE = object()
@@ -43,14 +43,14 @@ StoreFactory = Callable[[], DeviceStore | None]
 
 
 class Lost:
-    """The peer is gone; nothing follows on its link."""
+    """The peer closed the link or died; the last item of a link."""
 
 
 Item = AnyMessage | Chunk | Lost
 
 
 class Peer:
-    """A process at the other end of a link. `name` is what it said in its Hello."""
+    """A process at the other end of a link. `name` is from its HelloMessage."""
 
     def __init__(self, hub: Hub, connector: ShmConnector, address: str = "") -> None:
         self._hub = hub
@@ -77,8 +77,8 @@ class Peer:
         try:
             result = act(argument)
         except PeerLost:
-            return _GONE  # the hub reads EOF next and reports the loss, after all that had arrived
-        if not self.connector.link.joining:  # else the end of `joined` does
+            return _GONE  # the hub reads EOF next and reports the loss, after everything that had arrived
+        if not self.connector.link.joining:  # else `joined` does so at its end
             self._hub.watch(self)
         return result
 
@@ -129,7 +129,7 @@ class Hub:
 
     # --- from the owning thread ------------------------------------------------------------------------------------
     def connect(self, address: str) -> Peer:
-        """The link to a listening process, made on first use; raises PeerLost if nobody listens there."""
+        """The link to a listening process, made on first use; raises PeerLost if no process listens there."""
         peer = self._by_address.get(address)
         if peer is None or peer.lost:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -137,12 +137,12 @@ class Hub:
                 sock.connect(address)  # never waits: a full backlog of the listener refuses at once
             except OSError as error:
                 sock.close()
-                raise PeerLost(f"nobody listens there ({error.strerror})") from None
+                raise PeerLost(f"no process listens there ({error.strerror})") from None
             peer = self._by_address[address] = self.adopt(sock, address)
         return peer
 
     def adopt(self, sock: socket.socket, address: str = "") -> Peer:
-        """Take a connected socket as a link."""
+        """Make a link of a connected socket."""
         peer = Peer(self, ShmConnector(Link(sock), self._stores()), address)
         self._selector.register(sock, selectors.EVENT_READ, peer)
         self._peers[peer] = None
@@ -150,7 +150,7 @@ class Hub:
         return peer
 
     def poll(self, timeout_s: float | None) -> list[tuple[Peer | None, Any]]:
-        """What came in: (peer, message | chunk | Lost) and (None, posted item), in order per peer."""
+        """Received (peer, message | chunk | Lost) and posted (None, item) entries, in order per peer."""
         if self._accept_again_s is not None:
             timeout_s = self._wait_to_accept(self._accept_again_s, timeout_s)
         if self._ready or self._posted:
@@ -159,7 +159,7 @@ class Hub:
             if key.fileobj == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
-                self._awake.clear()  # after the read: cleared before, a wake in between would be the last one ever
+                self._awake.clear()  # after the read: a wake between clear and read would disable all later ones
             elif key.data is None:
                 self._accept()
             else:
@@ -170,8 +170,8 @@ class Hub:
         return items
 
     @contextlib.contextmanager
-    def joined(self) -> Iterator[None]:
-        """What the body sends to one peer leaves together at its end, in a few packets; order is kept."""
+    def joined(self) -> Generator[None]:
+        """Join what the body sends to each peer into a few packets, sent at its end; order is kept."""
         for peer in self._peers:
             peer.connector.link.joining = True
         try:
@@ -186,10 +186,10 @@ class Hub:
                     self.watch(peer)
 
     def watch(self, peer: Peer) -> None:
-        """Ask for writability exactly while packets wait."""
+        """Poll for writability exactly while packets wait."""
         waiting = peer.connector.link.backlog_packets > 0
         if waiting != (peer in self._writing):
-            self._writing.symmetric_difference_update({peer})
+            (self._writing.add if waiting else self._writing.discard)(peer)
             mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if waiting else 0)
             self._selector.modify(peer.connector.link.socket, mask, peer)
 
@@ -200,7 +200,7 @@ class Hub:
                 key.data.lost = True
                 key.data.connector.close()
         self._selector.close()
-        self._awake.set()  # a late `post` of another thread must not write to whatever gets the number next
+        self._awake.set()  # a late `post` must not write to a descriptor that reuses the number
         os.close(self._wake_fd)
         if self._listener is not None:
             self._listener.close()
@@ -213,15 +213,15 @@ class Hub:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # whoever waits keeps its place; the links there are go on
-            log.error("no new link for now: %s", error)
+        except OSError as error:  # pending connections stay in the backlog; existing links are unaffected
+            log.error("cannot accept links for %g s: %s", ACCEPT_PAUSE_S, error)
             self._selector.unregister(self._listener)
             self._accept_again_s = time.monotonic() + ACCEPT_PAUSE_S
             return
         self.adopt(sock)
 
     def _wait_to_accept(self, again_s: float, timeout_s: float | None) -> float | None:
-        """Listen again when it is time; returns how long `poll` may sleep."""
+        """Resume listening when due; returns the bound of `poll`'s sleep."""
         assert self._listener is not None
         left_s = again_s - time.monotonic()
         if left_s > 0:
@@ -248,15 +248,15 @@ class Hub:
                     return
                 self._deliver(peer, item)
                 if taken >= ITEMS_PER_TURN and not peer.connector.buffered:
-                    return  # other peers get their turn; epoll reports the rest again
-        except (PeerLost, msgspec.MsgspecError, RecursionError):  # a peer that speaks nonsense is as good as gone
+                    return  # let other peers proceed; epoll reports the rest again
+        except (PeerLost, msgspec.MsgspecError, RecursionError):  # a malformed message ends the link
             self._drop(peer)
 
     def _deliver(self, peer: Peer, item: Chunk | bytes) -> None:
         message = decode(item) if isinstance(item, bytes) else item
         if isinstance(message, HelloMessage):
             if message.version != PROTOCOL_VERSION:
-                raise PeerLost(f"peer speaks version {message.version}")
+                raise PeerLost(f"protocol version must be {PROTOCOL_VERSION} (got {message.version})")
             peer.name = message.name
             if peer.connector.device is not None:
                 peer.connector.device.meet(message.name, self.gpu_uuid, message.gpu_uuid)
@@ -287,7 +287,7 @@ def listen(address: Path) -> socket.socket:
 
 
 def probe(address: str, timeout_s: float) -> PingMessage:
-    """Ask the process that listens at `address` for a sign of life; raises PeerLost or TimeoutError."""
+    """The PingMessage of the process that listens at `address`; raises PeerLost or TimeoutError."""
     hub = Hub("probe")
     try:
         peer = hub.connect(address)
@@ -299,6 +299,6 @@ def probe(address: str, timeout_s: float) -> PingMessage:
                     return item
                 if isinstance(item, Lost):
                     raise PeerLost("the process closed the link")
-        raise TimeoutError(f"no sign of life within {timeout_s} s")
+        raise TimeoutError(f"no answer within {timeout_s} s")
     finally:
         hub.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole control vocabulary between our processes. Everything else on a link is a chunk.
+"""All control messages between our processes. Everything else on a link is a chunk.
 
 down: Open, Stop, Release          up: Received, Accepted, Progress, Finished, Failed, Ping
 Outputs for the client are chunks too: their edge is "@" followed by the output's name.
@@ -24,7 +24,7 @@ class ControlMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class HelloMessage(ControlMessage, frozen=True, array_like=True, tag="hello"):
-    """First message on every link: who is speaking, and the GPU its tensors live on ("" = none)."""
+    """First message on every link: the sender's name and the UUID of its GPU ("" = none)."""
 
     version: int
     name: str
@@ -41,7 +41,7 @@ class OpenMessage(ControlMessage, frozen=True, array_like=True, tag="open"):
     wanted      outputs of this stage the client asked for
     has_inputs  a chunk on INPUTS_EDGE came before this message
     direct      that chunk is the stage's input itself, as one last chunk (a direct call of a consumer stage)
-    stall_s     fail the run if an upstream edge is silent for so long while the engine waits; 0 = never
+    stall_s     fail the run if an upstream edge is silent for longer while the engine waits; 0 = never
     """
 
     run: bytes
@@ -57,44 +57,44 @@ class OpenMessage(ControlMessage, frozen=True, array_like=True, tag="open"):
 
 
 class StopMessage(ControlMessage, frozen=True, array_like=True, tag="stop"):
-    """End a run now; it answers with Finished(reason="stopped")."""
+    """End a run now; answered with FinishedMessage(reason="stopped")."""
 
     run: bytes
 
 
 class ReleaseMessage(ControlMessage, frozen=True, array_like=True, tag="release"):
-    """From the stub to its worker: Triton's side of the run is closed, its end may be told."""
+    """From the stub to its worker: Triton's response stream is closed, so the run's end may be sent."""
 
     run: bytes
 
 
 class ReceivedMessage(ControlMessage, frozen=True, array_like=True, tag="received"):
-    """From a stub to the orchestrator: a run waits for the stub's worker to take it. Until then its end, and the loss
-    of its stage, come over this link."""
+    """From a stub to the orchestrator: a run waits for the stub's worker. Until AcceptedMessage, the run's end and the
+    loss of its stage are reported over this link."""
 
     run: bytes
 
 
 class AcceptedMessage(ControlMessage, frozen=True, array_like=True, tag="accepted"):
-    """A run was taken by the instance that listens at `address`."""
+    """A run was accepted by the instance that listens at `address`."""
 
     run: bytes
     address: str = ""
 
 
 class ProgressMessage(ControlMessage, frozen=True, array_like=True, tag="progress"):
-    """A sign of life of a silent run."""
+    """Keep-alive of a run without output."""
 
     run: bytes
     meta: dict[str, Any] = {}
 
 
 class Transfer(msgspec.Struct, array_like=True):
-    """What one edge brought a run, as its consumer saw it.
+    """Chunks that one edge delivered to a run, measured by the consumer.
 
     transfer_s  from the producer's put to the consumer's receipt, summed over chunks. Both read one monotonic clock,
                 which all processes of a host share
-    wait_s      from receipt until the engine took the chunk
+    wait_s      from receipt until the engine accepted the chunk
     """
 
     chunks: int = 0
@@ -104,7 +104,7 @@ class Transfer(msgspec.Struct, array_like=True):
 
 
 class RunStats(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker measured of a run it took, in seconds since its Open. It travels with the run's end.
+    """Measurements of an accepted run by its worker, in seconds since its OpenMessage; part of the end message.
 
     outcome  "finished", "failed" or "stopped"
     first_s  the first chunk or output; None if there was none
@@ -127,9 +127,9 @@ class FinishedMessage(ControlMessage, frozen=True, array_like=True, tag="finishe
 
 
 class FailedMessage(ControlMessage, frozen=True, array_like=True, tag="failed"):
-    """A run failed. `reply_lost`: the orchestrator is gone, so nothing may be sent through Triton any more.
+    """A run failed. `reply_lost`: the orchestrator is gone, so nothing may be sent through Triton.
 
-    stats  None: no worker took it
+    stats  None: no worker accepted it
     """
 
     run: bytes
@@ -139,10 +139,10 @@ class FailedMessage(ControlMessage, frozen=True, array_like=True, tag="failed"):
 
 
 class PingMessage(ControlMessage, frozen=True, array_like=True, tag="ping"):
-    """Sign of life of a process; a Ping received is answered with one.
+    """Heartbeat of a process; a received ping is answered with one.
 
     state      "starting", "ready", "failed" (then `text` says why)
-    live       runs or requests in work
+    live       running runs or requests
     numbers    gauges and counters by name, for metrics
     """
 
@@ -175,5 +175,5 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(data: bytes) -> AnyMessage:
-    """The message in `data`; raises msgspec.ValidationError for anything else."""
+    """The message in `data`; raises msgspec.MsgspecError for anything else."""
     return _decoder.decode(data)

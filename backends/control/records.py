@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One small file per model instance in the server's run folder: who it is, where it listens, how it is.
+"""Instance records: one JSON file per model instance in the server's run folder, with identity, address and state.
 
-Written by the instance's stub, read by the orchestrator (health) and the supervisor. The stub's loop touches it: a
-record that grew old belongs to a process that is stopped or stuck. One whose process is gone stays behind after
-kill -9; readers compare pid and start time.
+Written by the instance's stub, read by the orchestrator (health) and the supervisor. The stub's loop touches the
+file as a heartbeat: an old modification time means a stopped or stuck process. After kill -9 the file remains;
+readers compare pid and start time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 Role = Literal["stage", "orchestrator"]
 State = Literal["starting", "ready", "restarting", "gave_up", "stuck"]
-SILENT_S = 1.5  # a record not touched for so long is called stuck, whatever it says
+SILENT_S = 1.5  # a record not touched for this long is reported as stuck, whatever its content
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ def record_path(run_dir: Path, model: str, instance: str) -> Path:
 
 
 def write_record(run_dir: Path, record: InstanceRecord) -> None:
-    """Replace the record at once, so that no reader sees half of it."""
+    """Replace the record atomically."""
     path = record_path(run_dir, record.model, record.instance)
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     fresh.write_bytes(msgspec.json.encode(record))
@@ -51,7 +51,7 @@ def write_record(run_dir: Path, record: InstanceRecord) -> None:
 
 
 def touch_record(run_dir: Path, model: str, instance: str) -> None:
-    """A sign of life; never brings back a record that was removed."""
+    """Heartbeat: update the modification time. Does nothing if the record was removed."""
     with contextlib.suppress(FileNotFoundError):
         os.utime(record_path(run_dir, model, instance))
 
@@ -62,11 +62,11 @@ def remove_record(run_dir: Path, model: str, instance: str) -> None:
 
 
 def read_records(run_dir: Path) -> list[InstanceRecord]:
-    """All records of a run folder; files that vanish or are not records are left out."""
-    found: list[InstanceRecord] = []
+    """All records of a run folder. Files that vanish meanwhile or are not records are skipped."""
+    records: list[InstanceRecord] = []
     for path in sorted(run_dir.glob("*#*.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             record = msgspec.json.decode(path.read_bytes(), type=InstanceRecord)
             silent = time.time() - path.stat().st_mtime > SILENT_S
-            found.append(msgspec.structs.replace(record, state="stuck") if silent else record)
-    return found
+            records.append(msgspec.structs.replace(record, state="stuck") if silent else record)
+    return records

@@ -84,6 +84,11 @@ BY_CODE: dict[str, type[OmniError]] = {
 }
 
 
+def describe(error: BaseException) -> str:
+    """Type and message of an error from outside this tree."""
+    return f"{type(error).__name__}: {error}"
+
+
 def from_line(line: str) -> OmniError:
     """The error a wire line stands for; text that is not of our form becomes `Internal`."""
     match = _LINE.fullmatch(line)
@@ -104,7 +109,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
         """`error` as a record; anything outside our tree is a failure of `stage`."""
         if isinstance(error, OmniError):
             return cls(error.code, error.message, error.where or stage)
-        return cls(StageFailed.code, f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS], stage)
+        return cls(StageFailed.code, describe(error)[:MAX_MESSAGE_CHARS], stage)
 
     def error(self) -> OmniError:
         """The exception this record stands for."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage believes of an `open` tensor. Any client of the server can send one; only the orchestrator should.
+"""Validates the `open` tensor of a stage model. Any client of the server can send one; only the orchestrator should.
 
-An Open that could not be from this server's orchestrator is refused: every address must lie in the server's private
-folder, whose name no client knows, and the message must fit the stage. So a client can neither make a worker connect
-to a socket of its choice nor bring it into a state that its loop does not know.
+A message that cannot be from this server's orchestrator is refused: every address must be in the server's private
+folder, whose name clients do not know, and the message must match the stage's edges and outputs. A client can
+therefore neither make a worker connect to a socket of its choice nor put it into an unexpected state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def read_open(data: bytes, pipeline: Pipeline, stage: str, run_dir: Path, has_in
     addresses = (message.reply, *message.consumers.values())
     sources = {e.source for e in pipeline.edges if e.target == stage}
     targets = {e.target for e in pipeline.edges if e.source == stage}
-    made = {o.name for o in pipeline.outputs if o.stage == stage}
+    outputs = {o.name for o in pipeline.outputs if o.stage == stage}
     genuine = (
         len(message.run) == RUN_ID_BYTES
         and all(Path(address).parent == run_dir for address in addresses)
@@ -38,7 +38,7 @@ def read_open(data: bytes, pipeline: Pipeline, stage: str, run_dir: Path, has_in
         and message.has_inputs == has_inputs
         and sources.issuperset(message.upstream)
         and targets.issuperset(message.consumers)
-        and made.issuperset(message.wanted)
+        and outputs.issuperset(message.wanted)
         and message.stall_s >= 0
     )
     if not genuine:

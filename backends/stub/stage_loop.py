@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage's stub does all day, without a word of Triton: hands calls to its worker, looks after it, closes calls.
+"""The event loop of a stage's stub, independent of Triton: passes calls to the worker, supervises it, ends calls.
 
-An orchestrator's call is acknowledged when it is here, not when the worker takes the run: that waits for the end of
-the engine's step (decision 0008). Whoever has the run tells its end, and only after Triton's FINAL: the worker from its
-`Accepted` on, before that and when the worker has died this loop, over a link of its own.
+An orchestrator's call is acknowledged on receipt, not when the worker accepts the run, which waits for the end of an
+engine step (decision 0008). The end of a run is sent to the orchestrator only after Triton's FINAL: by the worker once
+it has sent AcceptedMessage; by this loop, over its own link, before that and if the worker died.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from triton_omni.backends.core.errors import (
     OmniError,
     StageFailed,
     Unavailable,
+    describe,
 )
 from triton_omni.backends.stub.worker_process import WorkerProcess
 
@@ -39,39 +40,40 @@ TURN_S = 0.25
 _NOT_READY: dict[State, str] = {
     "starting": "the stage is starting",
     "restarting": "the stage is restarting",
-    "gave_up": "the stage's worker died too often; it is not started again",
+    "gave_up": "the stage's worker died too often and is not restarted",
 }
 
 
 class Caller(Protocol):
-    """One Triton request of this stage. Calls never block; what they send leaves in the order given."""
+    """Sends the responses of one Triton request. Methods never block; responses leave in call order."""
 
     def acknowledge(self) -> None:
         """Send the empty first response that an orchestrator waits for."""
         ...
 
     def watch(self, gone: Callable[[], None]) -> None:
-        """Have `gone` called, from another thread, if the client leaves."""
+        """Call `gone`, from another thread, when the client has cancelled or disconnected."""
         ...
 
     def send(self, output: str, index: int, chunk: Chunk, failed: Callable[[], None], sent: Callable[[], None]) -> None:
-        """Send one piece of a direct call's output; `sent` follows in any case, both come from another thread."""
+        """Send one piece of a direct call's output. `sent` is always called, `failed` before it on an error, both
+        from another thread."""
         ...
 
     def end(self, end: msg.FinishedMessage | msg.FailedMessage | None, pieces: int, sent: Callable[[], None]) -> None:
-        """Send the last response with FINAL; None: FINAL alone. `sent` follows in any case, from another thread."""
+        """Send the last response with FINAL; None: FINAL alone. `sent` is always called, from another thread."""
         ...
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class StageCall:
     """One Triton request of this stage.
 
-    inputs    a chunk to hand to the worker before `message`
-    reply     our own link to the orchestrator; None for a direct call
-    accepted  the worker has the run
-    ended     Triton's side is closed, or about to be
-    pieces    output → responses sent
+    inputs    a chunk to send to the worker before `message`
+    reply     the stub's link to the orchestrator; None for a direct call
+    accepted  the worker has accepted the run
+    ended     the Triton response stream is closed or being closed
+    pieces    output → number of responses sent
     """
 
     caller: Caller
@@ -84,107 +86,108 @@ class Call:
 
 
 class StageLoop:
-    """One stage instance's calls and its worker. `turn` runs in one thread; `take` may be called from any."""
+    """Calls and worker of one stage instance. `turn` runs in one thread; `submit` may be called from any."""
 
     def __init__(
         self,
+        *,
         stage: str,
         deploy: StageDeploy,
         worker_process: WorkerProcess,
         hub: Hub,
-        note: Callable[[msg.PingMessage], None],
+        on_ping: Callable[[msg.PingMessage], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`note` gets every sign of life of the worker."""
+        """`on_ping` is called with each PingMessage of the worker."""
         self.stage = stage
         self.hub = hub
         self.worker_process = worker_process
-        self.settled = False
-        """True when the first worker is ready, or never will be: then `refusal` says why."""
-        self.refusal = ""
+        self.start_decided = False
+        """True when the first worker is ready or has failed to start; `start_error` is the reason of a failure."""
+        self.start_error = ""
         self._deploy = deploy
-        self._note = note
+        self._report_ping = on_ping
         self._clock = clock
-        self._calls: dict[bytes, Call] = {}
-        self._waiting: deque[Call] = deque()
+        self._calls: dict[bytes, StageCall] = {}
+        self._waiting: deque[StageCall] = deque()
         self._worker: Peer | None = None
-        self._heard_s = 0.0
+        self._last_activity_s = 0.0
 
-    def take(self, call: Call) -> None:
-        """Take a call; it is answered through its caller, whatever happens."""
+    def submit(self, call: StageCall) -> None:
+        """Queue a call for the loop; it is always answered through its caller."""
         self.hub.post(partial(self._try_receive, call))
 
     def start(self) -> None:
-        """Start the worker; also when it is due again."""
-        now = self._heard_s = self._clock()
+        """Start or restart the worker."""
+        now = self._last_activity_s = self._clock()
         try:
             self._worker = self.hub.adopt(self.worker_process.start(now))
-        except OSError as error:  # no such interpreter, no memory: tried again with back-off
+        except OSError as error:  # no such interpreter, no memory: retried with back-off
             log.error("the worker could not be started: %s", error)
-            self.settle(f"the worker could not be started: {error}")
+            self.fail_start(f"the worker could not be started: {error}")
             self.worker_process.died(now)
 
     def turn(self, timeout_s: float = TURN_S) -> None:
-        """One turn: take what came in, hand over what may go, look after the worker."""
+        """Process received items, pass waiting calls to the worker, supervise the worker."""
         for peer, item in self.hub.poll(timeout_s):
             try:
                 if peer is None:
                     item()
                 elif peer is self._worker:
                     self._on_worker(peer, item)
-            except Exception:  # the loop border: one item's trouble must not lose the others
+            except Exception:  # loop boundary: an error in one item must not lose the others
                 log.exception("%s could not be handled", "a posted call" if peer is None else type(item).__name__)
         for _ in range(len(self._waiting)):
             call = self._waiting.popleft()
             if not self._try_hand_over(call):
-                self._waiting.append(call)  # waits for room; calls without large inputs go on meanwhile
+                self._waiting.append(call)  # no room for its inputs yet; calls behind it may proceed
         self._keep_worker()
 
     # --- calls -----------------------------------------------------------------------------------------------------
-    def _on_gone(self, call: Call) -> None:
-        """The client of a direct call went away."""
-        if call in self._waiting:  # its worker has not heard of it
+    def _on_gone(self, call: StageCall) -> None:
+        """The client of a direct call has cancelled or disconnected."""
+        if call in self._waiting:  # not yet sent to the worker
             self._waiting.remove(call)
             self._fail(call, Cancelled("client_gone"))
         elif not call.ended and self._worker is not None:
             self._worker.send(msg.StopMessage(call.message.run))
 
-    def _try_receive(self, call: Call) -> None:
-        """As `_receive`; a call that cannot be taken at all is answered."""
+    def _try_receive(self, call: StageCall) -> None:
+        """Call `_receive`; answer the call if it raises."""
         try:
             self._receive(call)
-        except Exception as error:  # the loop border: whatever it was, the caller must hear of it
-            log.exception("request %s could not be taken", call.message.request_id)
+        except Exception as error:  # loop boundary: the caller must be answered
+            log.exception("request %s could not be received", call.message.request_id)
             call.caller.end(msg.FailedMessage(call.message.run, ErrorInfo.of(error, self.stage)), 0, lambda: None)
 
-    def _receive(self, call: Call) -> None:
+    def _receive(self, call: StageCall) -> None:
         run = call.message.run
         if run in self._calls:
-            raise BadRequest("this run is open already", "open")
+            raise BadRequest("this run is already open", "open")
         if call.message.reply:
             try:
                 call.reply = self.hub.connect(call.message.reply)
             except PeerLost:
                 log.warning("request %s: its orchestrator is gone", call.message.request_id)
-                return  # nobody waits for an answer, and a send to a dead orchestrator would wait for ever
-            call.reply.send(msg.ReceivedMessage(run))  # before the acknowledgement: from then on our death must be seen
+                return  # no one waits for an answer, and a response to a dead orchestrator would block forever
+            call.reply.send(msg.ReceivedMessage(run))  # first: from the acknowledgement on, our death must be noticed
             call.caller.acknowledge()
         else:
             call.caller.watch(self._posting(self._on_gone, call))
         self._calls[run] = call
         self._waiting.append(call)
 
-    def _try_hand_over(self, call: Call) -> bool:
-        """As `_hand_over`; a call that cannot be handed over at all is ended."""
+    def _try_hand_over(self, call: StageCall) -> bool:
+        """Call `_hand_over`; end the call if it raises."""
         try:
             return self._hand_over(call)
-        except Exception as error:  # the loop border: whatever it was, the call must hear of it
+        except Exception as error:  # loop boundary: the call must be ended
             log.exception("a call could not be handed over")
-            self._fail(call, Internal(f"{type(error).__name__}: {error}"))
+            self._fail(call, Internal(describe(error)))
             return True
 
-    def _hand_over(self, call: Call) -> bool:
-        """Give a call to the worker; False if there is no room for its inputs now."""
+    def _hand_over(self, call: StageCall) -> bool:
+        """Send a call to the worker; False if there is no room for its inputs yet."""
         worker = self._worker
         if worker is None or self.worker_process.state != "ready":
             self._fail(
@@ -197,39 +200,39 @@ class StageLoop:
         worker.send(call.message)
         return True
 
-    def _fail(self, call: Call, error: OmniError) -> None:
-        """End a call whose run no worker has."""
+    def _fail(self, call: StageCall, error: OmniError) -> None:
+        """End a call whose run is not with a worker."""
         self._close(call, msg.FailedMessage(call.message.run, ErrorInfo.of(error, self.stage)), None)
 
-    def _close(self, call: Call, end: msg.FinishedMessage | msg.FailedMessage, worker: Peer | None) -> None:
-        """Close Triton's side of a call. `worker`: it has the run and tells the end when we release it."""
+    def _close(self, call: StageCall, end: msg.FinishedMessage | msg.FailedMessage, worker: Peer | None) -> None:
+        """Close the Triton response stream of a call. `worker`: has the run, and sends its end when released."""
         call.ended = True
         closed = partial(self._on_closed, call, end, worker)
         orchestrator_lost = isinstance(end, msg.FailedMessage) and end.reply_lost
         if call.reply is None:
             call.caller.end(end, sum(call.pieces.values()), self._posting(closed))
         elif orchestrator_lost or call.reply.lost:
-            call.reply = None  # nobody may hear of an end whose FINAL was not sent
-            closed()  # a send to a dead orchestrator would wait for ever
+            call.reply = None  # no end may be sent without a FINAL
+            closed()  # a response to a dead orchestrator would block forever
         else:
             # FINAL alone: through Triton an error that is not a stream's first response can get lost (decision 0001)
             call.caller.end(None, 0, self._posting(closed))
 
-    def _on_closed(self, call: Call, end: msg.FinishedMessage | msg.FailedMessage, worker: Peer | None) -> None:
-        """Triton's side of a call is closed, so its end may be told: by the worker that has the run, or else by us."""
+    def _on_closed(self, call: StageCall, end: msg.FinishedMessage | msg.FailedMessage, worker: Peer | None) -> None:
+        """The response stream is closed, so the end may be sent: by the worker that has the run, or else by us."""
         run = call.message.run
         self._calls.pop(run, None)
         if worker is not None:
             if worker.send(msg.ReleaseMessage(run)):
                 return
-            # it died after its last word to us, maybe before its last to the orchestrator
+            # it died after it had sent us the end, perhaps before it sent it to the orchestrator
             end = msg.FailedMessage(run, ErrorInfo.of(self._death(), self.stage))
         if call.reply is not None:
             call.reply.send(end)
 
     # --- the worker --------------------------------------------------------------------------------------------------
     def _on_worker(self, worker: Peer, item: object) -> None:
-        self._heard_s = self._clock()
+        self._last_activity_s = self._clock()
         match item:
             case msg.PingMessage():
                 self._on_ping(item)
@@ -246,58 +249,58 @@ class StageLoop:
                 log.warning("unexpected message %s from the worker", type(item).__name__)
 
     def _posting(self, act: Callable[..., None], *arguments: Any) -> Callable[[], None]:
-        """What another thread may call to have `act` called in the loop's."""
+        """A function that makes the loop's thread call `act`; may be called from any thread."""
         return partial(self.hub.post, partial(act, *arguments))
 
-    def _respond(self, worker: Peer, call: Call, chunk: Chunk) -> None:
-        """One piece of a direct call's output."""
+    def _respond(self, worker: Peer, call: StageCall, chunk: Chunk) -> None:
+        """Send one piece of a direct call's output."""
         output = chunk.edge.removeprefix(msg.OUTPUT_PREFIX)
         index = call.pieces.get(output, 0)
         call.pieces[output] = index + 1
-        sent = self._posting(worker.release, chunk)  # the worker may be another one by then
+        sent = self._posting(worker.release, chunk)  # by then the worker may have been restarted
         call.caller.send(output, index, chunk, self._posting(self._on_gone, call), sent)
 
     def _on_ping(self, ping: msg.PingMessage) -> None:
         if ping.state == "failed":
-            self.settle(ping.text)
+            self.fail_start(ping.text)
         elif ping.state == "ready" and self.worker_process.state != "ready":
             self.worker_process.is_ready(self._clock())
-            self.settled = True
-        self._note(ping)
+            self.start_decided = True
+        self._report_ping(ping)
 
     def _on_lost(self) -> None:
-        """The worker died: end its calls at once and plan the next start.
+        """The worker died: end its calls at once and schedule the next start.
 
-        An orchestrator learns of accepted runs from the worker's own link as well; the second word changes nothing.
+        An orchestrator also sees the death of accepted runs on the worker's link; the duplicate changes nothing.
         """
         self._worker = None
         self._waiting.clear()
-        self._note(msg.PingMessage())  # nothing is live, and the next worker counts from zero
+        self._report_ping(msg.PingMessage())  # nothing is live, and the next worker counts from zero
         for call in [c for c in self._calls.values() if not c.ended]:
             self._fail(call, self._death())
-        self.settle("the engine worker died while loading")
-        if not self.refusal:
+        self.fail_start("the engine worker died while loading")
+        if not self.start_error:
             self.worker_process.died(self._clock())
 
     def _death(self) -> OmniError:
         return StageFailed("the stage's worker died", self.stage)
 
-    def settle(self, refusal: str) -> None:
+    def fail_start(self, reason: str) -> None:
         """Record that the first worker will never be ready. Only the first reason is kept."""
-        if not self.settled:
-            self.refusal = refusal
-            self.settled = True
+        if not self.start_decided:
+            self.start_error = reason
+            self.start_decided = True
 
     def _keep_worker(self) -> None:
-        """Start a dead worker when it is due; end one that gives no sign of life, or does not become ready."""
+        """Restart a dead worker when due; kill one that is silent for hang_s or not ready in start_timeout_s."""
         now = self._clock()
         ready = self.worker_process.state == "ready"
         bound = self._deploy.hang_s if ready else self._deploy.start_timeout_s
         if self.worker_process.due(now):
             self.start()
-        elif self._worker is not None and now - self._heard_s > bound > 0:
-            silent = "gave no sign of life for" if ready else "was not ready within"
-            log.error("the engine %s %g s", silent, bound)
-            self.settle(f"the engine {silent} {bound:g} s")
+        elif self._worker is not None and now - self._last_activity_s > bound > 0:
+            what = "was silent for" if ready else "was not ready within"
+            log.error("the engine %s %g s", what, bound)
+            self.fail_start(f"the engine {what} {bound:g} s")
             self.worker_process.kill()  # its link closes, which is handled like any other death
-            self._heard_s = now
+            self._last_activity_s = now

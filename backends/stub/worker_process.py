@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a stage's engine worker and starts it again when it dies, with back-off and a point where it gives up."""
+"""Starts a stage's engine worker and restarts it after a death, with exponential back-off and a limit."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from triton_omni.backends.config import paths
+from triton_omni.backends.config.environment import clean_environment
 from triton_omni.backends.control.records import State
 
 log = logging.getLogger("triton_omni.stub")
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
-STEADY_S = 60.0  # a worker that lived so long was healthy: its death starts the back-off anew
-GIVE_UP_AFTER = 8  # deaths in a row; later starts would only repeat the same failure
+STEADY_S = 60.0  # a worker that served this long was healthy: its death resets the back-off
+GIVE_UP_AFTER = 8  # consecutive deaths; further starts would only repeat the same failure
 TERMINATE_S = 10.0
-# The stub's own path settings must not reach an interpreter of another environment.
-_DROPPED = ("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "LD_PRELOAD", "__PYVENV_LAUNCHER__")
 
 
 @dataclass
 class Backoff:
-    """When to start again; pure."""
+    """Delay before each restart; pure."""
 
     deaths: int = 0
 
@@ -40,15 +40,25 @@ class Backoff:
 
 @dataclass(frozen=True)
 class Command:
-    """How to start a worker: the interpreter, the module's arguments and variables of its own."""
+    """How to start a worker: interpreter, module arguments, and environment variables to add."""
 
     python: Path
     arguments: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
+def inherited_environment() -> dict[str, str]:
+    """The stub's environment without the path settings of its own interpreter and libraries."""
+    environment = clean_environment(os.environ)
+    environment.pop("LD_PRELOAD", None)
+    environment.pop("LD_LIBRARY_PATH", None)
+    environment |= {"PYTHONUTF8": "1", "PYTHONUNBUFFERED": "1"}
+    driver = paths.driver_library_path(os.environ.get("LD_LIBRARY_PATH", ""))
+    return environment | {"LD_LIBRARY_PATH": driver} if driver else environment
+
+
 class WorkerProcess:
-    """One worker process. Driven by the stub's loop, which brings the time."""
+    """One worker process. Driven by the stub's loop; all times are passed in (monotonic seconds)."""
 
     def __init__(self, command: Command) -> None:
         self.state: State = "starting"
@@ -68,8 +78,7 @@ class WorkerProcess:
         """Start the worker; returns our end of its socket pair."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            environment = {k: v for k, v in os.environ.items() if k not in _DROPPED}
-            environment |= {"PYTHONUTF8": "1", "PYTHONUNBUFFERED": "1"} | dict(self._command.environment)
+            environment = inherited_environment() | dict(self._command.environment)
             self.process = subprocess.Popen(
                 [
                     *(str(self._command.python), "-m", "triton_omni.backends.worker", "--fd", str(theirs.fileno())),
@@ -86,12 +95,12 @@ class WorkerProcess:
         return ours
 
     def is_ready(self, now_s: float) -> None:
-        """Note that the worker serves; only from now on does its life count as healthy."""
+        """Record that the worker is ready. Only time after this counts as healthy for the back-off."""
         self.ready_s = now_s
         self.state = "ready"
 
     def died(self, now_s: float) -> None:
-        """Note the worker's death and plan the next start."""
+        """Record the worker's death and schedule the next start."""
         self.kill()
         pause = self._backoff.died(0.0 if self.ready_s is None else now_s - self.ready_s)
         if pause is None:
@@ -108,19 +117,19 @@ class WorkerProcess:
         return self.process is None and self.state == "restarting" and now_s >= self.retry_s
 
     def kill(self) -> None:
-        """End the process now, if it still runs."""
+        """Kill the process if it runs, and reap it."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
             self.process = None
 
     def stop(self) -> None:
-        """End the process: ask, then kill."""
+        """Terminate the process; kill it after TERMINATE_S."""
         if self.process is None:
             return
         self.process.terminate()
         try:
             self.process.wait(TERMINATE_S)
         except subprocess.TimeoutExpired:
-            log.warning("the worker did not end within %g s", TERMINATE_S)
+            log.warning("the worker did not exit within %g s; killing it", TERMINATE_S)
         self.kill()

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs outside Triton: set-up, the launcher, and what brings dead processes back. Read in this order:
+"""Everything that runs outside Triton: set-up, the launcher and the supervisor of a running server.
 
-set-up   setup → steps, each done once (stamps), by children (child, pip); selfcheck at its end
-serve    serve → launch (one tritonserver: locate, rundir, processes) → supervise, which does what watch decides
-asking   doctor and `health` look at running servers; served gives demo, self-check and tests one of their own
-words    home (set-up's folders), problem (what went wrong, and the way out)
+bootstrap    runs a module of a checkout before anything is installed
+interpreter  switches to the engine environment's Python and checks that it runs the same code
+setup/       `make setup`: steps, each done once (stamps), run as child processes (child, pip); self_check at the end
+serve/       `triton-omni serve`: command → launch (one tritonserver: locate, run_folder, processes) → supervise, which
+             carries out what watch decides; temporary starts one for demo, self-check and tests
+doctor, demo the commands of the same names
+home, errors folders of set-up; SetupError
 """

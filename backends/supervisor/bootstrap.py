@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a module of a checkout before anything is installed: `python3 backends/supervisor/bootstrap.py MODULE ARGS…`.
 
-MODULE is relative to `triton_omni.backends`. The folders `client/` and `backends/` are imported as `triton_omni` and
+MODULE is relative to `triton_omni`. The folders `client/` and `backends/` are imported as `triton_omni` and
 `triton_omni.backends`; an installation maps them the same way (pyproject.toml, `package-dir`). Standard library only.
 This file must be readable by old versions of Python, so that they can be reported: no annotations here.
 """
@@ -15,8 +15,8 @@ REPO = Path(__file__).resolve().parents[2]
 SUPPORTED = ((3, 11), (3, 12))
 
 
-def python_problem(version):
-    """What is wrong with this Python version; an empty text if nothing is."""
+def unsupported_python(version):
+    """Why this Python version cannot be used; an empty text if it can."""
     if tuple(version[:2]) in SUPPORTED:
         return ""
     return (
@@ -39,13 +39,12 @@ def map_packages(repo=REPO):
 
 def main():
     """Run the module named by the first argument with the other arguments."""
-    problem = python_problem(sys.version_info)
-    if problem:
-        sys.exit("setup: " + problem)
+    reason = unsupported_python(sys.version_info)
+    if reason:
+        sys.exit("setup: " + reason)
     sys.path.pop(0)  # the folder of this file: its modules are not top-level modules
     map_packages()
-    module = "triton_omni.backends." + sys.argv.pop(1)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    runpy.run_module("triton_omni." + sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong outside our code, said with the way out. Standard library only: set-up runs before anything else."""
+"""Errors outside our code, each with a hint on how to fix it. Standard library only: set-up runs before pip does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 """Shows one line of progress."""
 
 
-class Problem(Exception):
-    """Something a person can put right: `what` happened and the `way_out`."""
+class SetupError(Exception):
+    """Something a person can fix: `message` is what happened, `hint` is what to do about it."""
 
-    def __init__(self, what: str, way_out: str) -> None:
-        super().__init__(f"{what}\n  Way out: {way_out}")
-        self.what = what
-        self.way_out = way_out
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(f"{message}\n  Workaround: {hint}")
+        self.message = message
+        self.hint = hint
+
+
+def report(text: str) -> None:
+    """Print one line of progress at once, also into a pipe."""
+    print(text, flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where set-up puts things and everybody else finds them. `bootstrap.py supervisor.home` prints the folder."""
+"""Folders of set-up. `bootstrap.py backends.supervisor.home` prints the root."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Home:
     server           the unpacked tritonserver; `tritonserver_tree` in it holds bin/, backends/ and the stubs
     packages         unpacked weight packages, one folder each
     models           weights converted for our engines
-    libpython        nothing but a link to libpython; made anew at each start
+    libpython        only a link to libpython, replaced at each start
     wheels, stamps, logs
     """
 
@@ -39,13 +39,13 @@ class Home:
         self.libpython = root / "libpython"
 
     @property
-    def engine_build(self) -> str:
-        """Which vLLM the engine environment holds, "cuda" or "cpu"; "cpu" where there is none yet."""
-        return "cuda" if any(self.engine.glob("lib/python*/site-packages/vllm-*.dist-info")) else "cpu"
+    def engine_build(self) -> paths.Build:
+        """Which vLLM the engine environment holds; "cpu" where there is none yet."""
+        return paths.build_of(self.engine)
 
     @property
     def extras(self) -> str:
-        """Extras of pyproject.toml for the engine environment, if set-up is told no others."""
+        """Extras of pyproject.toml for the engine environment unless set-up is given others."""
         return f"{self.engine_build},client,dev"
 
 

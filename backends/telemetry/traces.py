@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenTelemetry spans, where the environment names a collector; nothing is imported or done otherwise.
+"""OpenTelemetry spans, enabled by the environment; without it nothing is imported.
 
 OTEL_EXPORTER_OTLP_ENDPOINT (or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT) switches them on. Protocol, headers, sampling and
 the rest follow OpenTelemetry's own variables: the SDK reads them.
@@ -18,13 +18,12 @@ from triton_omni.backends.core.ids import TRACEPARENT
 
 log = logging.getLogger("triton_omni.traces")
 
-"""W3C trace context: the HTTP header, and the request parameter that carries it through Triton."""
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-CLOSE_S = 1.0  # at the end of the process: a dead collector must not hold it up
+CLOSE_S = 1.0  # flush time-out at process exit: a dead collector must not delay it
 
 
 def traces(service: str) -> Traces | None:
-    """The way to the collector; None if there is none. `service` is what OTEL_SERVICE_NAME replaces."""
+    """A span writer, or None without a collector. `service`: default of OTEL_SERVICE_NAME."""
     if not any(os.environ.get(name) for name in ENDPOINTS):
         return None
     try:
@@ -35,7 +34,7 @@ def traces(service: str) -> Traces | None:
 
 
 class Traces:
-    """Writes spans. Parents are W3C contexts from outside, or spans of ours."""
+    """Writes spans. A parent is a W3C traceparent string or a span of this process."""
 
     def __init__(self, service: str) -> None:
         from opentelemetry import trace
@@ -53,7 +52,7 @@ class Traces:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, name: str, parent: Any, at_s: float | None = None) -> Any:
-        """A span that starts now, or started at a monotonic time. `parent`: a span, or a traceparent ("" = none)."""
+        """Start a span now or at the monotonic time `at_s`. `parent`: a span or a traceparent ("" = no parent)."""
         if isinstance(parent, str):
             context = self._propagator.extract({TRACEPARENT: parent})
         else:
@@ -61,27 +60,27 @@ class Traces:
         return self._tracer.start_span(name, context, start_time=wall_ns(at_s))
 
     def end(self, span: Any, attributes: Mapping[str, Any], error: str = "", at_s: float | None = None) -> None:
-        """End a span now, or at a monotonic time."""
+        """End a span now or at the monotonic time `at_s`."""
         span.set_attributes(attributes)
         if error:
             span.set_status(self._trace.StatusCode.ERROR, error)
         span.end(wall_ns(at_s))
 
     def traceparent(self, span: Any) -> str:
-        """What a child in another process needs to know of a span."""
+        """W3C traceparent of a span, for its children in other processes."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._trace.set_span_in_context(span))
         return carrier.get(TRACEPARENT, "")
 
     def close(self) -> None:
-        """Send what waits, as far as the collector takes it at once."""
-        # a thread, because the SDK (1.45) heeds no timeout here and tries a dead collector for 10 s
+        """Flush pending spans for at most CLOSE_S."""
+        # in a thread: force_flush of SDK 1.45 ignores its timeout and retries a dead collector for 10 s
         flush = threading.Thread(target=self._provider.force_flush, name="flush-traces", daemon=True)
         flush.start()
         flush.join(CLOSE_S)
 
 
 def wall_ns(at_s: float | None) -> int:
-    """A time of this host's monotonic clock (None: now) as the wall clock showed it."""
+    """Wall-clock time in ns of a monotonic time of this host (None: now)."""
     now_ns = time.time_ns()
     return now_ns if at_s is None else now_ns - int((time.monotonic() - at_s) * 1e9)

@@ -57,7 +57,9 @@ class TritonPythonModel:
         self._opener = BlsOpener()
         self.orchestrator = Orchestrator(self._pipeline, self._deploy, self._hub, self._opener, self._stage_states)
         self.metrics = OrchestratorMetrics(self._pipeline.name, self.orchestrator)
-        self._heartbeat = InstanceHeartbeat(self._run_dir, name, instance, "orchestrator", self._hub.address)
+        self._heartbeat = InstanceHeartbeat(
+            run_dir=self._run_dir, model=name, instance=instance, role="orchestrator", address=self._hub.address
+        )
         self._heartbeat.update("ready")
         self._closing = False
         self._loop = threading.Thread(target=self._run, name="orchestrator", daemon=True)

@@ -29,7 +29,7 @@ from triton_omni.backends.pipelines import load
 from triton_omni.backends.stub import placement
 from triton_omni.backends.stub.heartbeat import InstanceHeartbeat
 from triton_omni.backends.stub.open_request import read_open
-from triton_omni.backends.stub.stage_loop import Call, StageLoop
+from triton_omni.backends.stub.stage_loop import StageCall, StageLoop
 from triton_omni.backends.stub.worker_process import Command, WorkerProcess
 from triton_omni.backends.triton import tensors
 from triton_omni.backends.triton.logs import use_triton_log
@@ -61,8 +61,16 @@ class TritonPythonModel:
         self.watch = CancelWatch()
         self.metrics = StageMetrics(self._pipeline.name, self.stage.name, self._instance)
         self._worker_process = WorkerProcess(self._command(args))
-        self._loop = StageLoop(self.stage.name, self._deploy, self._worker_process, self._hub, self._note)
-        self._heartbeat = InstanceHeartbeat(self._run_dir, self._model, self._instance, "stage", str(self._address))
+        self._loop = StageLoop(
+            stage=self.stage.name,
+            deploy=self._deploy,
+            worker_process=self._worker_process,
+            hub=self._hub,
+            on_ping=self._note,
+        )
+        self._heartbeat = InstanceHeartbeat(
+            run_dir=self._run_dir, model=self._model, instance=self._instance, role="stage", address=str(self._address)
+        )
         self._settled = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
@@ -73,7 +81,7 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                self._loop.take(self._call(request, sender))
+                self._loop.submit(self._call(request, sender))
             except OmniError as error:
                 sender.send(error_response(error), flags=FINAL)
             except Exception as error:  # the Triton border: a request must be answered whatever it contained
@@ -110,16 +118,16 @@ class TritonPythonModel:
     def _wait_ready(self) -> None:
         """Ready when the worker says so; its load error becomes the model's."""
         self._settled.wait()
-        if self._loop.refusal:
+        if self._loop.start_error:
             self.finalize()
-            raise pb.TritonModelException(f"stage {self.stage.name}: {self._loop.refusal}")
+            raise pb.TritonModelException(f"stage {self.stage.name}: {self._loop.start_error}")
 
     def _run(self) -> None:
         try:
             self._loop.start()
         except Exception as error:  # the loop border: `initialize` waits for a word
             log.exception("the worker could not be started")
-            self._loop.settle(f"{type(error).__name__}: {error}")
+            self._loop.fail_start(f"{type(error).__name__}: {error}")
         while not self._closing:
             try:
                 self._loop.turn()
@@ -132,14 +140,14 @@ class TritonPythonModel:
         worker_process = self._worker_process
         ready_s = 0.0 if worker_process.ready_s is None else worker_process.ready_s - worker_process.started_s
         self._heartbeat.update(worker_process.state, worker_process.pid, worker_process.restarts, ready_s)
-        if self._loop.settled:
+        if self._loop.start_decided:
             self._settled.set()
 
     def _note(self, ping: msg.PingMessage) -> None:
         self.metrics.note(ping.numbers, ping.live, self._worker_process.restarts)
 
     # --- Triton's thread -------------------------------------------------------------------------------------------
-    def _call(self, request: Any, sender: Any) -> Call:
+    def _call(self, request: Any, sender: Any) -> StageCall:
         opened = tensors.bytes_input(request, wire.OPEN)
         sent = [tensors.tensor_input(request, spec.name) for spec in self.stage.inputs]
         given = tuple(tensor for tensor in sent if tensor is not None)
@@ -148,7 +156,7 @@ class TritonPythonModel:
         else:
             message = read_open(opened, self._pipeline, self.stage.name, self._run_dir, bool(given))
         chunk = Chunk(message.run, msg.INPUTS_EDGE, tensors=given) if given else None
-        return Call(_Caller(self, sender, message.request_id), message, chunk)
+        return StageCall(_Caller(self, sender, message.request_id), message, chunk)
 
     def _direct(self, request: Any, has_tensors: bool) -> msg.OpenMessage:
         """A call from a Triton client: the stage works from the request, or from tensors as one last chunk."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
-import select
 import signal
 import socket
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 
+from triton_omni.backends.child_process import exit_with_peer
 from triton_omni.backends.control.hub import Hub, Peer
 from triton_omni.backends.control.messages import PingMessage
+from triton_omni.backends.core.errors import describe
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines import load
 from triton_omni.backends.telemetry import logs
@@ -43,7 +43,7 @@ def main() -> int:
     logging.basicConfig(level=logs.level(), handlers=[handler])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # lets `finally` close the engine and its children
     sock = socket.socket(fileno=args.fd)
-    threading.Thread(target=_exit_with_stub, args=(args.fd, args.address), name="watch-dog", daemon=True).start()
+    exit_with_peer(args.fd, partial(args.address.unlink, missing_ok=True))
     name = f"{args.pipeline}/{args.stage}"
     hub = _hub(name, args.address, args.device)
     stub = hub.adopt(sock)
@@ -54,7 +54,7 @@ def main() -> int:
         engine = pipeline.stage(args.stage).engine(context)
     except Exception as error:  # whatever stops an engine from loading becomes the model's load error, in words
         log.exception("the engine did not load")
-        _say(hub, stub, PingMessage(name, "failed", 0, f"{type(error).__name__}: {error}"))
+        _say(hub, stub, PingMessage(name, "failed", 0, describe(error)))
         return 1
     stub.send(PingMessage(name, "ready"))
     try:
@@ -79,16 +79,6 @@ def _say(hub: Hub, stub: Peer, message: PingMessage) -> None:
     stub.send(message)
     while stub.connector.link.backlog_packets and not stub.lost:
         hub.poll(1.0)
-
-
-def _exit_with_stub(fd: int, address: Path) -> None:
-    """End the process when the stub's end of the socket closes, also while the loop is inside a long step."""
-    poller = select.poll()
-    poller.register(fd, select.POLLHUP | select.POLLRDHUP)
-    poller.poll()
-    log.info("the stub is gone")
-    address.unlink(missing_ok=True)
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def server(tmp_path_factory) -> Iterator[RunningServer]:
     stages = {"thinker": {"device": "cpu", "start_timeout_s": BACK_S, "engine": engine}}
     file = folder / "deploy.yaml"
     file.write_text(yaml.safe_dump({"pipeline": PIPELINE, "stages": stages}), encoding="utf-8")
-    command = [sys.executable, "-m", "triton_omni.backends.repository", "--pipeline", PIPELINE]
+    command = [sys.executable, "-m", "triton_omni.cli", "repository", "--pipeline", PIPELINE]
     subprocess.run([*command, "--deploy", str(file), "--out", str(folder)], check=True, timeout=60)
     with running_server([folder / PIPELINE], supervised=True, timeout_s=BACK_S) as running:
         yield running

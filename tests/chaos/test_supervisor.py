@@ -12,8 +12,7 @@ import pytest
 
 from tests.kit.recorded_model import write_recorded_models
 from tests.kit.triton_server import RunningServer, running_server, wait_for
-from triton_omni.backends.supervisor.serve import processes
-from triton_omni.backends.supervisor.serve import run_folder as rundir
+from triton_omni.backends.supervisor.serve import processes, run_folder
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(240)]
 BACK_S = 60.0
@@ -88,7 +87,7 @@ def test_silent_stage_is_reloaded(server: RunningServer) -> None:
     before = server.instance("step")
     mute = server.run_dir / "step.mute"
     mute.touch()
-    wait_for(lambda: server.health() == "degraded", BACK_S, "the trouble is seen")
+    wait_for(lambda: server.health() == "degraded", BACK_S, "the problem is seen")
     mute.unlink()
     wait_for(lambda: is_new(server, "step", before.pid), BACK_S, "a new stub")
     wait_for(lambda: is_back(server), BACK_S, "ready again")
@@ -100,6 +99,6 @@ def test_killed_supervisor_takes_its_server_along(tmp_path: Path) -> None:
         os.kill(running.supervisor_pid, signal.SIGKILL)
         wait_for(lambda: not processes.start_time(running.pid), BACK_S, "the server follows its supervisor")
         assert running.run_dir.exists()
-        swept = rundir.sweep(print)
+        swept = run_folder.sweep(print)
     assert running.run_dir in swept and not running.run_dir.exists()
     assert running.processes() == [] and running.regions() == []

@@ -18,7 +18,7 @@ from triton_omni.backends.control import messages as msg
 from triton_omni.backends.control.hub import Hub, Peer
 from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.generate import GenerateRequest, encode_request
-from triton_omni.backends.stub.stage_loop import Call, StageLoop
+from triton_omni.backends.stub.stage_loop import StageCall, StageLoop
 from triton_omni.backends.stub.worker_process import Command, WorkerProcess
 
 PATIENCE_TURNS = 200
@@ -94,7 +94,12 @@ class StageBench:
         self.hub = Hub("toy/tokens")
         self.orchestrator = Side(Hub("toy/", folder / "orchestrator.sock"))
         self.loop = StageLoop(
-            "tokens", StageDeploy(**deploy), self.worker_process, self.hub, lambda ping: None, self.clock
+            stage="tokens",
+            deploy=StageDeploy(**deploy),
+            worker_process=self.worker_process,
+            hub=self.hub,
+            on_ping=lambda ping: None,
+            clock=self.clock,
         )
         self.from_worker: list[Any] = []
         self.loop.start()
@@ -126,7 +131,7 @@ class StageBench:
         fields = {"reply": self.orchestrator.hub.address, "wanted": ("text",), "has_inputs": bool(tensors)} | more
         message = msg.OpenMessage(run, "req", encode_request(request or chat()), **fields)
         inputs = Chunk(run, msg.INPUTS_EDGE, tensors=tensors) if tensors else None
-        self.loop.take(Call(client, message, inputs))
+        self.loop.submit(StageCall(client, message, inputs))
         return client, run
 
     def turn(self, count: int = 3) -> None:

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from triton_omni.backends.control.records import InstanceRecord, read_records
 from triton_omni.backends.repository import write
-from triton_omni.backends.supervisor.errors import Problem
+from triton_omni.backends.supervisor.errors import SetupError
 from triton_omni.backends.supervisor.home import REPO, find_home
-from triton_omni.backends.supervisor.serve import processes
-from triton_omni.backends.supervisor.serve import run_folder as rundir
+from triton_omni.backends.supervisor.serve import processes, run_folder
 from triton_omni.backends.supervisor.serve.launch import LOCAL, Api, Launch, free_ports, log_tail
 from triton_omni.backends.supervisor.serve.locate import find_server
-from triton_omni.backends.supervisor.serve.served import served
+from triton_omni.backends.supervisor.serve.temporary import temporary_server
 
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
@@ -63,12 +62,12 @@ class RunningServer:
 
     def server_pid(self) -> int:
         """tritonserver's pid now; 0 while a supervised one restarts for the first time."""
-        facts = rundir.read_json(self.run_dir / rundir.FACTS_FILE)
+        facts = run_folder.read_json(self.run_dir / run_folder.FACTS_FILE)
         return self.pid if facts is None else int(facts["server_pid"])
 
     def health(self) -> str:
         """The supervisor's word on the whole: "ready", "degraded", "restarting", …; empty for a bare server."""
-        found = rundir.read_json(self.run_dir / rundir.HEALTH_FILE)
+        found = run_folder.read_json(self.run_dir / run_folder.HEALTH_FILE)
         return "" if found is None else str(found["state"])
 
     def instances(self) -> list[InstanceRecord]:
@@ -88,7 +87,7 @@ class RunningServer:
 
     def regions(self) -> list[str]:
         """Its names in /dev/shm."""
-        return [p.name for p in rundir.SHM.iterdir() if p.name.startswith(self.shm_prefix)]
+        return [p.name for p in run_folder.SHM.iterdir() if p.name.startswith(self.shm_prefix)]
 
     def log_tail(self, lines: int = 60) -> str:
         return log_tail(self.log, lines)
@@ -131,7 +130,7 @@ def running_server(
 def _bare(
     folder: Path, repositories: list[Path], flags: Sequence[str], variables: Mapping[str, str], timeout_s: float
 ) -> Iterator[RunningServer]:
-    log, run_dir, ports = folder / "server.log", rundir.make(), free_ports()
+    log, run_dir, ports = folder / "server.log", run_folder.make(), free_ports()
     server = find_server(find_home())
     server = replace(server, environment={**server.environment, **variables})
     launch = Launch(server, repositories, ports, run_dir, exit_timeout_s=10, flags=flags)
@@ -155,16 +154,16 @@ def _supervised(
     log, run_dir = folder / "supervisor.log", Path()
     options = ["--exit-timeout-s", "10", *options]  # a cancelled gRPC stream can pin a model until then (24.10)
     try:
-        with log.open("ab") as sink, served(options, sink.fileno(), timeout_s, variables) as facts:
+        with log.open("ab") as sink, temporary_server(options, sink.fileno(), timeout_s, variables) as facts:
             run_dir = Path(facts["run_dir"])
             yield RunningServer(
                 facts["http_port"], facts["grpc_port"], facts["metrics_port"], facts["openai_port"], facts["key"],
                 run_dir, facts["shm_prefix"], facts["server_pid"], facts["supervisor_pid"], Path(facts["server_log"]),
             )  # fmt: skip
-    except Problem as problem:
-        raise AssertionError(f"{problem.what}:\n{log_tail(log, 60)}") from None
+    except SetupError as problem:
+        raise AssertionError(f"{problem.message}:\n{log_tail(log, 60)}") from None
     finally:
-        swept = rundir.sweep(print)
+        swept = run_folder.sweep(print)
         _kept(log)
     assert run_dir not in swept, "the supervisor had to be killed"
 

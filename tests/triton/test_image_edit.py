@@ -48,7 +48,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     engine = {"model": str(checkpoint), "defaults": SMALL, "step_overhead_tokens": 100_000}
     deploy = {"pipeline": MODEL, "stages": {"denoiser": {"device": "cpu", "engine": engine}}}
     (folder / "deploy.yaml").write_text(yaml.safe_dump(deploy), encoding="utf-8")
-    command = [sys.executable, "-m", "triton_omni.backends.repository", "--pipeline", MODEL]
+    command = [sys.executable, "-m", "triton_omni.cli", "repository", "--pipeline", MODEL]
     command += ["--deploy", str(folder / "deploy.yaml"), "--out", str(folder)]
     subprocess.run(command, check=True, timeout=60)
     with running_server([folder / MODEL, REPO / "model_repository" / "image"], timeout_s=300) as running:

@@ -87,7 +87,7 @@ def server(request, checkpoint, tmp_path_factory):
     file = folder / "deploy.yaml"
     options = TIGHT if request.param == "tight" else {}
     file.write_text(yaml.safe_dump(deploy(checkpoint, options, options)), encoding="utf-8")
-    command = [sys.executable, "-m", "triton_omni.backends.repository", "--pipeline", "qwen3_omni"]
+    command = [sys.executable, "-m", "triton_omni.cli", "repository", "--pipeline", "qwen3_omni"]
     subprocess.run([*command, "--deploy", str(file), "--out", str(folder)], check=True, timeout=60)
     with running_server([folder / "qwen3_omni"], supervised=True, proxy=True, timeout_s=600) as running:
         yield running

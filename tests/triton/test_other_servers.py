@@ -114,7 +114,7 @@ def test_a_pipeline_that_cannot_be_loaded_leaves_the_others_up(tmp_path: Path) -
         assert (status, answer["text_output"]) == (200, "w0 w1 ")
         assert server.health() == "degraded"
         found = json.loads((server.run_dir / HEALTH_FILE).read_text())
-        assert "pipeline image is not loaded" in found["troubles"][0] and "no_such_folder" in found["troubles"][0]
+        assert "pipeline image is not loaded" in found["problems"][0] and "no_such_folder" in found["problems"][0]
         assert generate(server, "image", text_input="a red 7", operation="image")[0] == 400  # 24.10 has no 503
 
 

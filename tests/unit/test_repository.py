@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 
 import pytest
 
+from triton_omni import cli
 from triton_omni.backends import repository
 from triton_omni.backends.config.load import load_deploy
 from triton_omni.backends.config.schema import Deploy, StageDeploy
@@ -77,18 +77,19 @@ def test_stage_models_take_the_open_and_the_short_form():
     assert outputs == ["event", "text_output", "audio"]
 
 
-def test_writing_and_writing_again(tmp_path, monkeypatch, capsys):
+def test_writing_and_writing_again(tmp_path, capsys):
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["repository", "--out", str(tmp_path), "--pipeline", "toy", *arguments])
-        code = repository.main()
-        return code, capsys.readouterr().err
+        command = ["repository", "--out", str(tmp_path), "--platform", "cpu", *arguments]
+        return cli.main(command), capsys.readouterr().out
 
-    assert run() == (0, f"{tmp_path}: 8 file(s) written\n")
-    assert run() == (0, f"{tmp_path}: 0 file(s) written\n")
+    assert run("--pipeline", "toy") == (0, f"{tmp_path}: 8 file(s) written\n")
+    assert run("--pipeline", "toy") == (0, f"{tmp_path}: 0 file(s) written\n")
     (tmp_path / "toy" / "toy" / "config.pbtxt").write_text("edited", encoding="utf-8")
-    assert run() == (0, f"{tmp_path}: 1 file(s) written\n")
+    assert run("--pipeline", "toy") == (0, f"{tmp_path}: 1 file(s) written\n")
     deploy = tmp_path / "other.yaml"
     deploy.write_text("pipeline: toy\nstages: {tokens: {instances: 2}, frames: , wave: }\n", encoding="utf-8")
     run("--deploy", str(deploy))
     assert "count: 2" in (tmp_path / "toy" / "toy_tokens" / "config.pbtxt").read_text(encoding="utf-8")
     assert load_deploy(deploy, PIPELINE).stages["tokens"].instances == 2
+    code, text = run("--pipeline", "tay")
+    assert code == 1 and "no pipeline is called tay" in text

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import select
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 
+from triton_omni.backends.child_process import exit_with_peer
 from triton_omni.backends.telemetry import logs
 
 
@@ -29,7 +27,7 @@ def main() -> int:
     parser.add_argument("--device", required=True, help="cpu or cuda")
     parser.add_argument("--options", required=True, help="the stage's engine options as JSON")
     args = parser.parse_args()
-    threading.Thread(target=_exit_with_engine, args=(args.fd,), name="watch-dog", daemon=True).start()
+    exit_with_peer(args.fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the engine says when we end
     handler = logs.stderr_handler(f"%(levelname).1s %(asctime)s rank {args.rank} %(message)s", rank=str(args.rank))
     logging.basicConfig(level=logs.level(), handlers=[handler])
@@ -37,14 +35,6 @@ def main() -> int:
     from triton_omni.backends.diffusion.parallel.rank_worker import serve
 
     return serve(socket.socket(fileno=args.fd), args.rank, args.folder, args.device, args.store, args.options)
-
-
-def _exit_with_engine(fd: int) -> None:
-    """End the process when the engine's end of the socket closes, also inside a forward or a collective."""
-    poller = select.poll()
-    poller.register(fd, select.POLLHUP | select.POLLRDHUP)
-    poller.poll()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from triton_omni.backends.config.environment import INTERPRETER_VARIABLES, clean_environment
 from triton_omni.backends.config.paths import RUN_DIR_VARIABLE
-from triton_omni.backends.supervisor.errors import Problem
+from triton_omni.backends.supervisor.errors import SetupError
 from triton_omni.backends.supervisor.serve import processes
 from triton_omni.backends.supervisor.serve.locate import Server
 from triton_omni.backends.supervisor.serve.run_folder import RunDir
-from triton_omni.backends.supervisor.setup.child import clean_environment
 
 LOCAL = "127.0.0.1"
 KEY_HEADER = "triton-omni-key"
@@ -58,7 +58,7 @@ def free_ports() -> Ports:
 
 
 def check_ports(ports: Ports, host: str = LOCAL, proxy: bool = True) -> None:
-    """Raises Problem naming the first port that is taken."""
+    """Raises SetupError naming the first port that is taken."""
     wanted = {"http": ports.http, "grpc": ports.grpc, "metrics": ports.metrics}
     if proxy:
         wanted["openai"] = ports.openai
@@ -69,10 +69,12 @@ def check_ports(ports: Ports, host: str = LOCAL, proxy: bool = True) -> None:
                 trial.bind((host, port))
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
-                    raise Problem(f"cannot listen on {host}:{port}: {error.strerror}", "use another --host") from error
-                raise Problem(
+                    raise SetupError(
+                        f"cannot listen on {host}:{port}: {error.strerror}", hint="use another --host"
+                    ) from error
+                raise SetupError(
                     f"port {port} ({name}) is in use on {host}",
-                    f"end what listens there (ss -ltnp 'sport = :{port}' shows it), "
+                    hint=f"end what listens there (ss -ltnp 'sport = :{port}' shows it), "
                     f"or choose --{name}-port N, or --any-port for free ones",
                 ) from error
 
@@ -129,9 +131,9 @@ class Launch:
         shown = dict(self.server.environment)
         if "PATH" in shown:
             shown["PATH"] = shown["PATH"].split(":")[0] + ":$PATH"
-        words = [f'{name}="{value}"' for name, value in shown.items()]
-        unset = [f"-u {name}" for name in ("PYTHONHOME", "PYTHONPATH")]
-        return " ".join(["env", *unset, *words, *(shlex.quote(word) for word in self.command())])
+        variables = [f'{name}="{value}"' for name, value in shown.items()]
+        unset = [f"-u {name}" for name in INTERPRETER_VARIABLES if name not in shown]
+        return " ".join(["env", *unset, *variables, shlex.join(self.command())])
 
     def start(self, log: Path) -> subprocess.Popen[bytes]:
         """Start the server, its output appended to `log`. Not from the repository: its packages must be installed."""

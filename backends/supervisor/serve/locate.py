@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds tritonserver and what its Python stubs need: in NVIDIA's container, or the tree that set-up unpacked."""
+"""Finds tritonserver and the environment of its Python stubs: in NVIDIA's container, or where set-up unpacked it."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from triton_omni.backends.config import paths
 from triton_omni.backends.config.paths import ENGINE_PYTHON_VARIABLE, HOME_VARIABLE, MODELS_VARIABLE, absolute
-from triton_omni.backends.supervisor.errors import Problem
+from triton_omni.backends.supervisor.errors import SetupError
 from triton_omni.backends.supervisor.home import Home
 
 CONTAINER = Path("/opt/tritonserver")
@@ -34,17 +37,19 @@ class Server:
     """A tritonserver that can be started.
 
     environment  variables it needs beyond the caller's; PATH and LD_LIBRARY_PATH are complete values
-    in_container True where the stub environment is the container's own Python and no overlay is needed
+    stub_python  the interpreter of its Python stubs
+    in_container True where that is the container's own Python
     """
 
     binary: Path
     backends: Path
     environment: Mapping[str, str]
+    stub_python: Path
     in_container: bool
 
 
 def find_server(home: Home, environ: Mapping[str, str] | None = None, container: Path = CONTAINER) -> Server:
-    """The container's server where there is one, else the one in `home`. Raises Problem if there is none."""
+    """The container's server where there is one, else the one in `home`. Raises SetupError if there is none."""
     environ = os.environ if environ is None else environ
     ours = {
         HOME_VARIABLE: str(home.root),
@@ -52,24 +57,31 @@ def find_server(home: Home, environ: Mapping[str, str] | None = None, container:
         MODELS_VARIABLE: str(absolute(environ.get(MODELS_VARIABLE) or home.models)),
     }
     if (container / "bin" / "tritonserver").is_file():
-        return Server(container / "bin" / "tritonserver", container / "backends", ours, in_container=True)
+        python = Path(shutil.which("python3", path=environ.get("PATH", os.defpath)) or sys.executable)
+        return Server(container / "bin" / "tritonserver", container / "backends", ours, python, in_container=True)
     binary = home.tritonserver_tree / "bin" / "tritonserver"
     for path in (binary, home.stub_python):
         if not path.is_file():
-            raise Problem(f"no tritonserver: {path} is not there", "run: make setup")
+            raise SetupError(f"no tritonserver: {path} does not exist", hint="make setup")
     ours |= {
         "PATH": f"{home.stub / 'bin'}:{environ.get('PATH', os.defpath)}",  # the stub runs the first python3 on PATH
         "VIRTUAL_ENV": str(home.stub),
-        "LD_LIBRARY_PATH": str(link_libpython(home)),
+        "LD_LIBRARY_PATH": library_path(home, environ),
     }
-    return Server(binary, home.tritonserver_tree / "backends", ours, in_container=False)
+    return Server(binary, home.tritonserver_tree / "backends", ours, home.stub_python, in_container=False)
+
+
+def library_path(home: Home, environ: Mapping[str, str]) -> str:
+    """LD_LIBRARY_PATH of a local server: the stub's libpython, and NVIDIA's driver if it is found there only."""
+    driver = paths.driver_library_path(environ.get("LD_LIBRARY_PATH", ""))
+    return f"{link_libpython(home)}:{driver}" if driver else str(link_libpython(home))
 
 
 def link_libpython(home: Home) -> Path:
-    """A folder with nothing but a fresh link to the stub environment's libpython.
+    """A folder that holds only a fresh link to the stub environment's libpython.
 
-    Anew at each start: a link to another Python's library gives baffling import errors in the stub. Alone in its
-    folder, so that the server finds no other library of that Python's.
+    Replaced at each start, because a link to another Python's library causes obscure import errors in the stub. Alone
+    in its folder, so that the server finds no other library of that Python.
     """
     library = libpython_of(home.stub_python)
     home.libpython.mkdir(parents=True, exist_ok=True)
@@ -84,7 +96,7 @@ def link_libpython(home: Home) -> Path:
 
 
 def libpython_of(python: Path) -> Path:
-    """The shared libpython of an interpreter. Raises Problem if it has none."""
+    """The shared libpython of an interpreter. Raises SetupError if it has none."""
     answer = subprocess.run(
         [str(python), "-I", "-c", _FACTS],
         capture_output=True,
@@ -96,9 +108,9 @@ def libpython_of(python: Path) -> Path:
     facts = json.loads(answer.stdout)
     library = find_libpython(facts["version"], [*facts["folders"], *_SYSTEM_FOLDERS])
     if library is None:
-        raise Problem(
+        raise SetupError(
             f"{python} (Python {facts['version']}) has no shared libpython, which Triton's Python stub links with",
-            f"use Debian's python3 with the package libpython{facts['version']}, a conda or uv Python, "
+            hint=f"use Debian's python3 with the package libpython{facts['version']}, a conda or uv Python, "
             "or rebuild with --enable-shared; then make setup PYTHON=<that python>",
         )
     return library

@@ -10,13 +10,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from triton_omni.backends.child_process import signal_on_parent_death
 from triton_omni.backends.config.paths import start_time
 
 PROC = Path("/proc")
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
 LEFTOVER_PATIENCE_S = 3.0
@@ -97,11 +98,6 @@ def reap_strangers() -> None:
 
 def start(command: list[str], environment: dict[str, str], output: int, folder: str) -> subprocess.Popen[bytes]:
     """Start a child in a session of its own (a Ctrl-C is ours to handle) that gets SIGTERM if we die without a word."""
-    libc = ctypes.CDLL(None)
-
-    def tie() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
     child = subprocess.Popen(  # the child is ended by its owner
         command,
         env=environment,
@@ -110,7 +106,8 @@ def start(command: list[str], environment: dict[str, str], output: int, folder: 
         stderr=subprocess.STDOUT,
         cwd=folder,
         start_new_session=True,
-        preexec_fn=tie,  # one system call; called from the main thread, whose death is what it watches
+        # one system call; called from the main thread, whose death is what it watches
+        preexec_fn=partial(signal_on_parent_death, signal.SIGTERM),
     )
     _OWN_CHILDREN.add(child.pid)
     return child

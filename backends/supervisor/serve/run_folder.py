@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_omni.backends.config.paths import RUN_DIR_VARIABLE, start_time
-from triton_omni.backends.supervisor.errors import Say
+from triton_omni.backends.supervisor.errors import Report
 from triton_omni.backends.supervisor.serve import processes
 
 SHM = Path("/dev/shm")
@@ -115,7 +115,7 @@ def all_runs(base: Path | None = None) -> Iterator[RunDir]:
             yield RunDir(path, str(owner["shm_prefix"]), int(owner["owner_pid"]), int(owner["owner_start_time"]))
 
 
-def sweep(say: Say, base: Path | None = None) -> list[Path]:
+def sweep(report: Report, base: Path | None = None) -> list[Path]:
     """Remove what dead owners left: processes, regions, folders. Returns the folders removed."""
     swept: list[Path] = []
     for run_dir in all_runs(base):
@@ -123,7 +123,7 @@ def sweep(say: Say, base: Path | None = None) -> list[Path]:
             continue
         killed = run_dir.remove()
         swept.append(run_dir.path)
-        say(f"removed what a dead server left: {run_dir.path}" + (f", killed pids {killed}" if killed else ""))
+        report(f"removed what a dead server left: {run_dir.path}" + (f", killed pids {killed}" if killed else ""))
     return swept + sweep_bare(base)
 
 

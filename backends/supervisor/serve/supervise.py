@@ -19,11 +19,10 @@ from types import FrameType
 from triton_omni.backends.config.paths import RUN_DIR_VARIABLE
 from triton_omni.backends.control import probe
 from triton_omni.backends.control.records import InstanceRecord, read_records, remove_record
-from triton_omni.backends.supervisor.errors import Problem, Say
-from triton_omni.backends.supervisor.serve import processes
-from triton_omni.backends.supervisor.serve import run_folder as rundir
+from triton_omni.backends.supervisor.errors import Report, SetupError
+from triton_omni.backends.supervisor.serve import processes, run_folder
 from triton_omni.backends.supervisor.serve.launch import Launch, log_errors, log_tail
-from triton_omni.backends.supervisor.serve.watch import Action, GiveUp, Observation, Reload, Seen, Watch
+from triton_omni.backends.supervisor.serve.watch import Action, GiveUp, InstanceStatus, Observation, Reload, Watch
 
 TURN_S = 1.0
 PROBE_TIMEOUT_S = 2.0
@@ -57,11 +56,11 @@ class Plan:
 class Supervisor:
     """One server, its proxy and the loop that looks after them. All of it on the main thread, except reloads."""
 
-    def __init__(self, plan: Plan, say: Say) -> None:
+    def __init__(self, plan: Plan, report: Report) -> None:
         self.plan = plan
         self._stopping = threading.Event()  # set by SIGINT and SIGTERM
         self._at_once = False  # set by the second of them: the children are not waited for
-        self._say = say
+        self._report = report
         self._server: subprocess.Popen[bytes] | None = None
         self._proxy: subprocess.Popen[bytes] | None = None
         self._ready_s = 0.0
@@ -75,7 +74,7 @@ class Supervisor:
 
     # --- life ----------------------------------------------------------------------------------------------------
     def run(self) -> int:
-        """Start, look after, end; returns the exit code. Raises Problem if the first start fails."""
+        """Start, look after, end; returns the exit code. Raises SetupError if the first start fails."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         processes.adopt_orphans()
@@ -87,7 +86,7 @@ class Supervisor:
             if not self._stopping.is_set():
                 self._ready()
                 if self.plan.welcome:
-                    self._say(self.plan.welcome)
+                    self._report(self.plan.welcome)
             return self._look_after()
         finally:
             self._end()
@@ -98,9 +97,9 @@ class Supervisor:
 
     def _ready(self) -> None:
         facts = self._facts()
-        rundir.write_json(self.plan.launch.run_dir.path / rundir.FACTS_FILE, facts)
+        run_folder.write_json(self.plan.launch.run_dir.path / run_folder.FACTS_FILE, facts)
         if self.plan.info_file is not None:
-            rundir.write_json(self.plan.info_file, facts)
+            run_folder.write_json(self.plan.info_file, facts)
         self._health("degraded" if self._not_loaded else "ready", self._not_loaded)
 
     def _facts(self) -> dict[str, object]:
@@ -139,20 +138,22 @@ class Supervisor:
         return 0
 
     def _tell(self, actions: Sequence[Action]) -> None:
-        troubles = (*self.plan.watch.troubles, *self._not_loaded)
-        for trouble in troubles:
-            if trouble not in self._told:
-                self._say(f"trouble: {trouble}")
-        if self._told and not troubles:
-            self._say("all well again")
-        self._told = troubles
+        problems = (*self.plan.watch.problems, *self._not_loaded)
+        for problem in problems:
+            if problem not in self._told:
+                self._report(f"problem: {problem}")
+        if self._told and not problems:
+            self._report("all well again")
+        self._told = problems
         for action in actions:
-            self._say(f"{type(action).__name__}: {action.why}")
-        self._health("degraded" if troubles or self._reloads else "ready", troubles)
+            self._report(f"{type(action).__name__}: {action.why}")
+        self._health("degraded" if problems or self._reloads else "ready", problems)
 
-    def _health(self, state: str, troubles: Sequence[str] = ()) -> None:
+    def _health(self, state: str, problems: Sequence[str] = ()) -> None:
         folder = self.plan.launch.run_dir.path
-        rundir.write_json(folder / rundir.HEALTH_FILE, {"state": state, "troubles": list(troubles), "at": time.time()})
+        run_folder.write_json(
+            folder / run_folder.HEALTH_FILE, {"state": state, "problems": list(problems), "at": time.time()}
+        )
 
     # --- observing -----------------------------------------------------------------------------------------------
     def _observe(self) -> Observation:
@@ -168,7 +169,7 @@ class Supervisor:
             now_s=time.monotonic(),
             server_alive=alive,
             server_answers=alive and launch.api().is_live(PROBE_TIMEOUT_S),
-            instances=list(self._probes.map(look_at, records)),
+            instances=list(self._probes.map(observe_instance, records)),
             reloaded=reloaded,
         )
 
@@ -190,8 +191,8 @@ class Supervisor:
         try:
             if self._start_server():
                 self._ready()
-        except Problem as problem:
-            self._say(f"restart failed: {problem.what}")
+        except SetupError as error:
+            self._report(f"restart failed: {error.message}")
         self.plan.watch.restarted(time.monotonic())
 
     def _start_server(self) -> bool:
@@ -217,14 +218,14 @@ class Supervisor:
                 if len(self._not_loaded) == len(launch.repositories):
                     raise self._no_start("no pipeline could be loaded")
                 self._ready_s = time.monotonic() - start
-                self._say(f"tritonserver is ready after {self._ready_s:.1f} s (pid {self._server.pid})")
+                self._report(f"tritonserver is ready after {self._ready_s:.1f} s (pid {self._server.pid})")
                 return True
             if time.monotonic() - start > self.plan.start_timeout_s:
                 raise self._no_start(f"the models were not ready after {self.plan.start_timeout_s:.0f} s")
         return False
 
     def _missing(self, models: Mapping[str, tuple[str, str]]) -> tuple[str, ...]:
-        """A trouble for every pipeline that is not loaded."""
+        """A problem for every pipeline that is not loaded."""
         missing: list[str] = []
         for pipeline, names in self.plan.launch.pipelines().items():
             states = [models.get(name, ("", f"{name} is unknown to the server")) for name in sorted(names)]
@@ -233,17 +234,17 @@ class Supervisor:
                 missing.append(f"pipeline {pipeline} is not loaded: {'; '.join(dict.fromkeys(reasons))}")
         return tuple(missing)
 
-    def _no_start(self, what: str) -> Problem:
+    def _no_start(self, what: str) -> SetupError:
         log = self.plan.server_log
-        return Problem(f"{what}; it says:\n{log_errors(log)}", f"the whole log is {log}")
+        return SetupError(f"{what}; it says:\n{log_errors(log)}", hint=f"the whole log is {log}")
 
     def _show_instances(self, shown: dict[str, str], start: float) -> None:
-        """Say what the stubs say of themselves: tritonserver answers nothing before all models are loaded."""
+        """Report what the stubs say of themselves: tritonserver answers nothing before all models are loaded."""
         for record in read_records(self.plan.launch.run_dir.path):
             name = f"{record.model}#{record.instance}"
             if record.state not in ("stuck", shown.get(name)):  # on a busy machine a loading stub stands still at times
                 shown[name] = record.state
-                self._say(f"  {time.monotonic() - start:6.1f} s  {name}: {record.state}")
+                self._report(f"  {time.monotonic() - start:6.1f} s  {name}: {record.state}")
 
     def _start_proxy(self) -> None:
         if not self.plan.proxy:
@@ -256,7 +257,7 @@ class Supervisor:
         if not self._proxy_listens(self._proxy) and not self._stopping.is_set():
             processes.stop(self._proxy, 0.0)
             log = self.plan.proxy_log
-            raise Problem(f"the proxy does not start; it says:\n{log_tail(log)}", f"the whole log is {log}")
+            raise SetupError(f"the proxy does not start; it says:\n{log_tail(log)}", hint=f"the whole log is {log}")
 
     def _proxy_listens(self, proxy: subprocess.Popen[bytes]) -> bool:
         """Wait until the proxy takes connections; False if it ended, did not come up in time, or we are to stop."""
@@ -271,12 +272,14 @@ class Supervisor:
 
     def _look_after_proxy(self) -> None:
         if self._proxy is not None and self._proxy.poll() is not None and time.monotonic() > self._proxy_not_before_s:
-            self._say(f"the proxy ended with code {self._proxy.returncode}; starting it again ({self.plan.proxy_log})")
+            self._report(
+                f"the proxy ended with code {self._proxy.returncode}; starting it again ({self.plan.proxy_log})"
+            )
             try:
                 self._start_proxy()
                 self._ready()
-            except Problem as problem:
-                self._say(problem.what)
+            except SetupError as error:
+                self._report(error.message)
 
     # --- ending --------------------------------------------------------------------------------------------------
     def _end_server(self, patience_s: float) -> None:
@@ -293,7 +296,7 @@ class Supervisor:
         if patience_s:  # workers go by themselves when their stub has gone
             processes.wait_until(lambda: not left_behind(), processes.LEFTOVER_PATIENCE_S)
         if left := left_behind():
-            self._say(f"ending what the server left: pids {left}")
+            self._report(f"ending what the server left: pids {left}")
             processes.end_all(left, processes.LEFTOVER_PATIENCE_S)
         run_dir.remove_regions()
 
@@ -309,7 +312,7 @@ class Supervisor:
         self.plan.launch.run_dir.remove(self._pids)
 
 
-def look_at(record: InstanceRecord) -> Seen:
+def observe_instance(record: InstanceRecord) -> InstanceStatus:
     """One instance as it is now. One that starts is not probed: its stub says itself that it is not ready."""
     alive = processes.is_alive(record.pid, record.start_time)
     answered = False
@@ -319,4 +322,4 @@ def look_at(record: InstanceRecord) -> Seen:
             answered = True
         except OSError:  # nobody listens, it hung up, or it did not answer in time
             answered = False
-    return Seen(f"{record.model}#{record.instance}", record.model, record.role, record.state, alive, answered)
+    return InstanceStatus(f"{record.model}#{record.instance}", record.model, record.role, record.state, alive, answered)

@@ -21,7 +21,7 @@ class Bounds:
     silent_s       no answer from a live server or orchestrator, or a stub that is stuck, for so long means hung
     stage_silent_s the same for a stage's worker; above the stages' own hang_s, so that the stub heals it first
     not_ready_s    a stub may spend so long on getting its worker back
-    healthy_s      so long without trouble forgets the earlier tries
+    healthy_s      so long without problem forgets the earlier tries
     first_wait_s   wait before the second try; doubles up to `longest_wait_s`
     max_reloads    tries of one model before the server is restarted instead
     max_restarts   tries of the server before giving up
@@ -38,7 +38,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Seen:
+class InstanceStatus:
     """One instance as observed: its record, whether its stub lives, whether it answered the probe."""
 
     name: str
@@ -56,7 +56,7 @@ class Observation:
     now_s: float
     server_alive: bool
     server_answers: bool
-    instances: Sequence[Seen] = ()
+    instances: Sequence[InstanceStatus] = ()
     reloaded: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -86,7 +86,7 @@ Action = Reload | RestartServer | GiveUp
 
 
 @dataclass
-class Tries:
+class Attempts:
     """How often something was tried without lasting success, when it may be tried again, and since when it is quiet."""
 
     count: int = 0
@@ -110,24 +110,24 @@ class Watch:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self.troubles: tuple[str, ...] = ()
+        self.problems: tuple[str, ...] = ()
         """What is wrong now, in words; empty if all is well. Set by every `decide`."""
         self._wrong_since: dict[str, float] = {}
         self._reloading: set[str] = set()
         self._failed: dict[str, str] = {}  # models that a reload left without any instance
-        self._reloads: dict[str, Tries] = {}
-        self._restarts = Tries()
+        self._reloads: dict[str, Attempts] = {}
+        self._restarts = Attempts()
 
     def decide(self, seen: Observation) -> list[Action]:
         """What to do about one observation."""
         self._take_reloads(seen)
-        self.troubles = ()
+        self.problems = ()
         dead = self._server_trouble(seen)
         if dead:
             return self._restart(dead, seen.now_s)
         wrong = self._wrong_models(seen)
         stuck = {s.model: f"{s.name}: stuck" for s in seen.instances if s.state == "stuck" and s.stub_alive}
-        self.troubles = tuple((stuck | wrong).values())
+        self.problems = tuple((stuck | wrong).values())
         by_orchestrator = {s.model for s in seen.instances if s.role == "orchestrator" and not _unloads(s)} & set(wrong)
         if by_orchestrator:
             return self._restart(wrong[min(by_orchestrator)], seen.now_s)
@@ -155,27 +155,27 @@ class Watch:
 
     def _server_trouble(self, seen: Observation) -> str:
         if not seen.server_alive:
-            return self._say("tritonserver has ended")
+            return self._only_problem("tritonserver has ended")
         if self._lasts("server", not seen.server_answers, seen.now_s, self.bounds.silent_s):
-            return self._say(f"tritonserver has not answered for {self.bounds.silent_s:.0f} s")
+            return self._only_problem(f"tritonserver has not answered for {self.bounds.silent_s:.0f} s")
         return ""
 
-    def _say(self, trouble: str) -> str:
-        self.troubles = (trouble,)
-        return trouble
+    def _only_problem(self, problem: str) -> str:
+        self.problems = (problem,)
+        return problem
 
     def _wrong_models(self, seen: Observation) -> dict[str, str]:
         """Model → what is wrong with one of its instances; models in reload are left alone."""
         wrong = dict(self._failed)
         for instance in seen.instances:
-            trouble = self._instance_trouble(instance, seen.now_s)
+            problem = self._instance_trouble(instance, seen.now_s)
             if instance.model in self._reloading:
                 continue
-            if trouble:
-                wrong[instance.model] = trouble
+            if problem:
+                wrong[instance.model] = problem
         return wrong
 
-    def _instance_trouble(self, instance: Seen, now_s: float) -> str:
+    def _instance_trouble(self, instance: InstanceStatus, now_s: float) -> str:
         silent = instance.state == "ready" and not instance.answered and instance.stub_alive
         unready = instance.state not in ("ready", "stuck") and instance.stub_alive
         bound_s = self.bounds.stage_silent_s if instance.role == "stage" else self.bounds.silent_s
@@ -203,7 +203,7 @@ class Watch:
         return now_s - self._wrong_since.setdefault(key, now_s) >= bound_s
 
     def _reload(self, model: str, why: str, now_s: float) -> list[Action]:
-        tries = self._reloads.setdefault(model, Tries())
+        tries = self._reloads.setdefault(model, Attempts())
         tries.forget_if_healthy(now_s, self.bounds)
         if tries.count >= self.bounds.max_reloads:
             return self._restart(f"{why}; {tries.count} reloads did not help", now_s)
@@ -223,6 +223,6 @@ class Watch:
         return [RestartServer(why)]
 
 
-def _unloads(instance: Seen) -> bool:
+def _unloads(instance: InstanceStatus) -> bool:
     """True for an orchestrator that can end its requests itself: one that answers, but opens no runs any more."""
     return instance.state == "stuck" and instance.stub_alive and instance.answered

@@ -8,25 +8,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from triton_omni.backends.supervisor.errors import Problem
+from triton_omni.backends.supervisor.errors import SetupError, report
 from triton_omni.backends.supervisor.home import find_home
 from triton_omni.backends.supervisor.setup import stamps, steps
 from triton_omni.backends.supervisor.setup.child import disk_full
 
 
 def make_home(root: Path) -> Path:
-    """Make the home's folder; returns its lock file. Raises Problem where that cannot be written."""
+    """Create the home's folder; returns its lock file. Raises SetupError where it cannot be written."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         (root / "setup.lock").touch()
     except OSError as error:
-        raise Problem(str(error), "point TRITON_OMNI_HOME at a folder that you may write to") from None
+        raise SetupError(str(error), hint="point TRITON_OMNI_HOME at a folder that you may write to") from None
     return root / "setup.lock"
-
-
-def say(text: str) -> None:
-    """One line of progress, at once even into a pipe."""
-    print(text, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,25 +36,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="append", default=[], metavar="STEP", help="repeat a step that is done")
     options = parser.parse_args(arguments)
     start = time.monotonic()
-    say(f"setup: into {home.root}")
+    report(f"setup: into {home.root}")
     try:
         lock = make_home(home.root)
-        with stamps.only_one(lock, say):
-            context = steps.Context(home, say, options.extras)
+        with stamps.only_one(lock, report):
+            context = steps.Context(home, report, options.extras)
             steps.check(context)
-            stamps.run_steps(steps.all_steps(context), home.stamps, say, frozenset(options.again))
-    except Problem as problem:
-        say(f"setup: {problem}")
+            stamps.run_steps(steps.all_steps(context), home.stamps, report, frozenset(options.again))
+    except SetupError as error:
+        report(f"setup: {error}")
         return 1
     except KeyboardInterrupt:
-        say("setup: interrupted; run it again, it goes on where it stopped")
+        report("setup: interrupted; run it again, it continues where it stopped")
         return 130
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        say(f"setup: {disk_full(home.root)}")
+        report(f"setup: {disk_full(home.root)}")
         return 1
-    say(f"setup: complete after {time.monotonic() - start:.0f} s")
+    report(f"setup: complete after {time.monotonic() - start:.0f} s")
     return 0
 
 

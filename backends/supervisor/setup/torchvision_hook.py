@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes `import torchvision` work where its compiled part was built for another torch.
 
-Beside a CPU build of torch, package indexes serve a CUDA build of torchvision: its extension cannot be loaded and the
-import dies with "operator torchvision::nms does not exist", and with it every import of transformers' and diffusers'
+Package indexes serve a CUDA build of torchvision beside a CPU build of torch: its extension cannot be loaded and the
+import fails with "operator torchvision::nms does not exist", and with it every import of transformers' and diffusers'
 image code. We only use torchvision's pure Python parts, so it is enough that the operators are *declared*; calling one
-still fails, in words. Set-up copies this file into the engine environment and starts it from a `.pth` line, because
-vLLM looks at models in subprocesses of its own; it costs nothing until torchvision is imported, and declares nothing
-where the extension loads. Standard library only at import.
+still fails with a clear error. Set-up copies this file into the engine environment and starts it from a `.pth` line,
+because vLLM inspects models in subprocesses of its own; it costs nothing until torchvision is imported, and declares
+nothing where the extension loads. Standard library only at import.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TorchvisionFinder:
 
 
 def operator_names(folder: Path) -> list[str]:
-    """Operators that torchvision's Python files expect its extension to bring."""
+    """Operators that torchvision's Python files expect of its extension."""
     import re
 
     names: set[str] = set()
@@ -62,7 +62,7 @@ def declare_missing(folder: Path) -> bool:
         return False
     library = torch.library.Library("torchvision", "DEF")
     for name in operator_names(folder):
-        # nobody calls these, so any schema does; torch only wants the name to exist
+        # these are never called, so any schema does; torch only needs the name
         library.define(f"{name}(Tensor a) -> Tensor")
     _KEEP.append(library)
     return True

@@ -9,7 +9,7 @@ import sys
 
 HEAVY = ("torch", "vllm", "transformers", "diffusers", "onnxruntime", "scipy")
 PROGRAM = (
-    "import sys, json, triton_omni.cli, triton_omni.openai.http.app, triton_omni.openai.__main__; "
+    "import sys, json, triton_omni.ask, triton_omni.top, triton_omni.openai.http.app, triton_omni.openai.__main__; "
     "print(json.dumps([*sys.modules]))"
 )
 

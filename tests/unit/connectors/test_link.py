@@ -51,7 +51,7 @@ def test_one_turn_reads_a_bounded_number(links):
 
 def test_an_oversized_packet_is_our_own_mistake(links):
     a, b = links
-    with pytest.raises(ValueError, match="a packet may have"):
+    with pytest.raises(ValueError, match="packet must be at most"):
         a.send((bytes(PACKET_BYTES), b"x"))
     a.send((bytes(PACKET_BYTES),))
     assert packets(b) == [bytes(PACKET_BYTES)]

@@ -72,7 +72,7 @@ def test_a_run_that_is_open_already_is_refused_in_the_first_response(make):
     first, run = b.call()
     second, _ = b.call(run)
     b.turn()
-    assert lines([second.sent[0][1]]) == ["[bad_request:open] this run is open already"]
+    assert lines([second.sent[0][1]]) == ["[bad_request:open] this run is already open"]
     assert first.sent == ["ack"]
     assert b.told(run) == [msg.ReceivedMessage(run)], "nothing is said of the first"
 
@@ -270,7 +270,7 @@ def test_a_first_worker_that_cannot_load_is_the_models_error(make):
     b.to_stub.send(msg.PingMessage("toy/tokens", "failed", 0, "no weights"))
     b.worker_dies()
     b.turn()
-    assert (b.loop.settled, b.loop.refusal) == (True, "no weights")
+    assert (b.loop.start_decided, b.loop.start_error) == (True, "no weights")
     b.clock.now_s += 1_000
     b.turn()
     assert b.worker_process.theirs is None, "nobody starts it again"
@@ -280,7 +280,7 @@ def test_a_first_worker_killed_while_loading_is_the_models_error(make):
     b = make(ready=False)
     b.worker_dies()
     b.turn()
-    assert b.loop.refusal == "the engine worker died while loading"
+    assert b.loop.start_error == "the engine worker died while loading"
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -298,7 +298,7 @@ def test_a_slow_load_is_left_alone_and_one_beyond_its_bound_is_killed(make, firs
     b.clock.now_s += 0.1
     b.turn()
     assert b.worker_process.kills > kills
-    assert b.loop.refusal == ("the engine was not ready within 100 s" if first else "")
+    assert b.loop.start_error == ("the engine was not ready within 100 s" if first else "")
     assert b.worker_process.state == ("starting" if first else "restarting")
 
 
@@ -355,7 +355,7 @@ def test_deaths_in_a_row_wait_longer_each_time_and_then_it_gives_up(make):
     b.turn()
     client.close()
     b.turn()
-    assert lines(b.told(run)) == ["[unavailable:tokens] the stage's worker died too often; it is not started again"]
+    assert lines(b.told(run)) == ["[unavailable:tokens] the stage's worker died too often and is not restarted"]
 
 
 def test_a_steady_life_starts_the_pauses_anew(make):

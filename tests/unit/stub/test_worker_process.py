@@ -24,6 +24,7 @@ from triton_omni.backends.stub.worker_process import (
     Backoff,
     Command,
     WorkerProcess,
+    inherited_environment,
 )
 
 TIMEOUT_S = 30.0
@@ -138,6 +139,14 @@ def test_the_stubs_path_settings_do_not_reach_the_worker(tmp_path, monkeypatch):
     assert "OURS=1" in text
     assert worker_process.process.args[0] == str(fake)
     worker_process.kill()
+
+
+def test_the_drivers_folder_on_the_library_path_reaches_the_worker(tmp_path, monkeypatch):
+    (tmp_path / "libcuda.so.1").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}:")
+    assert inherited_environment()["LD_LIBRARY_PATH"] == str(tmp_path)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere")
+    assert "LD_LIBRARY_PATH" not in inherited_environment()
 
 
 @pytest.mark.parametrize("name", ["", "No", "../toy", "toy.engines", "chat-1"])

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from triton_omni import cli
 from triton_omni.backends.supervisor.home import REPO
-from triton_omni.backends.supervisor.serve import command as serve
+from triton_omni.backends.supervisor.serve.options import add_serve_options
 
 DOCKER = REPO / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
@@ -54,7 +55,7 @@ def test_images_do_not_run_as_root_and_say_how_they_are(file: Path) -> None:
     found = dict(instructions(file))
     assert found["USER"] == "1000"
     assert "HEALTHCHECK" in found
-    assert importlib.util.find_spec(f"{module_of(found['ENTRYPOINT'])}.__main__") is not None
+    assert importlib.util.find_spec(module_of(found["ENTRYPOINT"])) is not None
 
 
 def module_of(entry_point: str) -> str:
@@ -65,9 +66,7 @@ def module_of(entry_point: str) -> str:
 def test_the_servers_entry_point_is_a_command_line_of_ours() -> None:
     found = dict(instructions(DOCKER / "server.Dockerfile"))
     words = json.loads(found["ENTRYPOINT"]) + json.loads(found["CMD"])
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    options = parser.parse_args(words[words.index("serve") + 1 :])
+    options = cli.parser().parse_args(words[words.index("serve") :])
     assert options.host == "0.0.0.0" and options.no_proxy
     assert (REPO / options.deploy[0].relative_to("/opt/triton-omni/source")).is_file()
 
@@ -96,5 +95,5 @@ def test_compose_gives_the_server_what_triton_needs() -> None:
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])  # publishing wider is a decision
     grace_s = int(server["stop_grace_period"].removesuffix("s"))
     parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
+    add_serve_options(parser)
     assert grace_s > parser.parse_args([]).exit_timeout_s

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.backends.supervisor.errors import Problem
+from triton_omni.backends.supervisor.errors import SetupError
 from triton_omni.backends.supervisor.serve.launch import LOCAL, Api, Launch, Ports, check_ports, free_ports, log_errors
 from triton_omni.backends.supervisor.serve.locate import Server
 from triton_omni.backends.supervisor.serve.run_folder import RunDir
 
-SERVER = Server(Path("/t/bin/tritonserver"), Path("/t/backends"), {"PATH": "/stub/bin:/usr/bin", "A": "b c"}, False)
+VARIABLES = {"PATH": "/stub/bin:/usr/bin", "A": "b c"}
+SERVER = Server(Path("/t/bin/tritonserver"), Path("/t/backends"), VARIABLES, Path("/stub/bin/python3"), False)
 RUN_DIR = RunDir(Path("/tmp/omni-run-x"), "omnix_", 1, 2)
 
 
@@ -76,9 +77,9 @@ def test_a_port_in_use_is_named_with_the_way_out() -> None:
         holder.bind((LOCAL, 0))
         holder.listen()
         taken = holder.getsockname()[1]
-        with pytest.raises(Problem, match=rf"port {taken} \(grpc\) is in use") as caught:
+        with pytest.raises(SetupError, match=rf"port {taken} \(grpc\) is in use") as caught:
             check_ports(Ports(0, taken, 0, 0))
-    assert "--grpc-port" in caught.value.way_out and "--any-port" in caught.value.way_out
+    assert "--grpc-port" in caught.value.hint and "--any-port" in caught.value.hint
 
 
 def test_free_ports_differ_and_are_free() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.backends.supervisor.errors import Problem
+from triton_omni.backends.supervisor.errors import SetupError
 from triton_omni.backends.supervisor.home import Home
 from triton_omni.backends.supervisor.serve.locate import find_libpython, find_server, link_libpython
 
@@ -53,11 +53,19 @@ def test_local_server_environment(tmp_path: Path) -> None:
     assert environment["TRITON_OMNI_ENGINE_PYTHON"] == str(home.engine_python)
 
 
+def test_the_drivers_folder_on_the_library_path_reaches_the_server(tmp_path: Path) -> None:
+    home = local_home(tmp_path)
+    (tmp_path / "libcuda.so.1").touch()
+    environ = {"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}
+    server = find_server(home, environ, container=tmp_path / "none")
+    assert server.environment["LD_LIBRARY_PATH"] == f"{home.libpython}:{tmp_path}"
+
+
 def test_container_layout_wins_and_needs_no_overlay(tmp_path: Path) -> None:
     home, container = local_home(tmp_path), tmp_path / "opt"
     (container / "bin").mkdir(parents=True)
     (container / "bin" / "tritonserver").touch()
-    server = find_server(home, {"PATH": "/usr/bin", "TRITON_OMNI_ENGINE_PYTHON": "/e/python"}, container)
+    server = find_server(home, {"PATH": "/usr/bin:/bin", "TRITON_OMNI_ENGINE_PYTHON": "/e/python"}, container)
     assert server.in_container and server.binary == container / "bin" / "tritonserver"
     assert server.backends == container / "backends"
     assert set(server.environment) == {"TRITON_OMNI_HOME", "TRITON_OMNI_ENGINE_PYTHON", "TRITON_OMNI_MODELS"}
@@ -65,5 +73,5 @@ def test_container_layout_wins_and_needs_no_overlay(tmp_path: Path) -> None:
 
 
 def test_no_server_says_how_to_get_one(tmp_path: Path) -> None:
-    with pytest.raises(Problem, match="make setup"):
+    with pytest.raises(SetupError, match="make setup"):
         find_server(Home(tmp_path), {}, container=tmp_path / "none")

@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model repositories that `serve --deploy` makes of deploy files."""
+"""Model repositories that `serve --deploy` writes from deploy files."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import argparse
 from pathlib import Path
 
 import pytest
 
-from triton_omni.backends.supervisor.errors import Problem
-from triton_omni.backends.supervisor.serve import run_folder as rundir
-from triton_omni.backends.supervisor.serve.command import public_models, repositories, written
+from triton_omni.backends.supervisor.deployment import write_deployed
+from triton_omni.backends.supervisor.errors import SetupError
+from triton_omni.backends.supervisor.serve.command import checked_repositories, deploys_of, public_models
+from triton_omni.backends.supervisor.serve.options import add_serve_options
 
 DEPLOY = "pipeline: toy\nstages: {tokens: , frames: , wave: {device: cuda, gpus: [1]}}\n"
-
-
-@pytest.fixture
-def run_dir(tmp_path, monkeypatch):
-    monkeypatch.setattr(rundir.tempfile, "gettempdir", lambda: str(tmp_path))
-    yield (made := rundir.make())
-    replace(made, owner_pid=0).remove()
 
 
 def deploy_file(tmp_path: Path, text: str) -> Path:
@@ -28,28 +22,55 @@ def deploy_file(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def test_a_deploy_file_becomes_its_pipelines_repository(tmp_path, run_dir):
-    [repository] = written([deploy_file(tmp_path, DEPLOY)], run_dir)
+def test_a_deploy_file_becomes_the_repository_of_its_pipeline(tmp_path):
+    [repository] = write_deployed(tmp_path / "out", [deploy_file(tmp_path, DEPLOY)], "cpu")
     assert public_models([repository]) == ["toy"]
     assert "gpus: [ 1 ]" in (repository / "toy_wave" / "config.pbtxt").read_text()
 
 
-def test_no_deploy_file_makes_nothing(run_dir):
-    assert written([], run_dir) == []
+def test_the_platform_block_counts(tmp_path):
+    file = deploy_file(tmp_path, DEPLOY + "cpu: {stages: {wave: {device: cpu, gpus: null}}}\n")
+    kinds = {"cpu": "KIND_CPU", "cuda": "KIND_GPU"}
+    for platform, kind in kinds.items():
+        [repository] = write_deployed(tmp_path / platform, [file], platform)
+        assert kind in (repository / "toy_wave" / "config.pbtxt").read_text()
+
+
+def test_no_deploy_file_writes_nothing(tmp_path):
+    assert write_deployed(tmp_path / "out", [], "cpu") == []
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [(DEPLOY.replace("[1]", "[1, 1]"), "mine.yaml: gpus names a GPU twice"), (DEPLOY.replace("toy", "tay"), "'tay'")],
+    ("text", "message"),
+    [
+        (DEPLOY.replace("[1]", "[1, 1]"), "mine.yaml: stage wave: gpus names a GPU twice"),
+        (DEPLOY.replace("toy", "tay"), "'tay'"),
+    ],
 )
-def test_a_bad_file_is_a_problem_and_leaves_nothing(tmp_path, run_dir, text, words):
-    with pytest.raises(Problem, match=words):
-        written([deploy_file(tmp_path, text)], run_dir)
-    assert not run_dir.path.exists()
+def test_an_unusable_deploy_file_is_a_setup_error(tmp_path, text, message):
+    with pytest.raises(SetupError, match=message):
+        write_deployed(tmp_path / "out", [deploy_file(tmp_path, text)], "cpu")
 
 
-def test_a_folder_of_repositories_is_none_itself(tmp_path, run_dir):
-    [repository] = written([deploy_file(tmp_path, DEPLOY)], run_dir)
-    assert repositories([repository]) == [repository.resolve()]
-    with pytest.raises(Problem, match="is no model repository"):
-        repositories([repository.parent])
+def test_two_deploy_files_of_a_pipeline_are_refused(tmp_path):
+    file = deploy_file(tmp_path, DEPLOY)
+    with pytest.raises(SetupError, match="another deploy file is for the same pipeline"):
+        write_deployed(tmp_path / "out", [file, file], "cpu")
+
+
+def test_the_embedded_default_is_served_only_if_nothing_is_named():
+    def named(*arguments):
+        parser = argparse.ArgumentParser()
+        add_serve_options(parser)
+        return [file.parent.name for file in deploys_of(parser.parse_args(arguments))]
+
+    assert named() == ["chat", "image"]
+    assert named("--repository", "model_repository/toy") == []
+    assert named("--deploy", "toy/deploy.yaml") == ["toy"]
+
+
+def test_a_folder_of_repositories_is_no_repository(tmp_path):
+    [repository] = write_deployed(tmp_path / "out", [deploy_file(tmp_path, DEPLOY)], "cpu")
+    assert checked_repositories([repository]) == [repository.resolve()]
+    with pytest.raises(SetupError, match="is not a model repository"):
+        checked_repositories([repository.parent])

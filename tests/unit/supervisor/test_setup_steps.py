@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from triton_omni.backends.supervisor import bootstrap
-from triton_omni.backends.supervisor.errors import Problem
+from triton_omni.backends.supervisor.errors import SetupError
 from triton_omni.backends.supervisor.home import Home
 from triton_omni.backends.supervisor.setup import __main__ as setup
 from triton_omni.backends.supervisor.setup import child, steps
@@ -23,7 +23,7 @@ from triton_omni.backends.supervisor.setup.stamps import Step, only_one, run_ste
 
 
 def quiet(text: str) -> None:
-    """Say nothing."""
+    """Report nothing."""
 
 
 class Counted:
@@ -66,11 +66,11 @@ def test_a_failed_step_leaves_no_stamp_and_later_steps_do_not_run(tmp_path: Path
 
     def fail() -> None:
         ran.append("first")
-        raise Problem("no", "way")
+        raise SetupError("no", hint="way")
 
     two = [Step("first", "", fail), Step("second", "", lambda: ran.append("second"))]
     for _ in range(2):
-        with pytest.raises(Problem):
+        with pytest.raises(SetupError):
             run_steps(two, tmp_path, quiet)
     assert ran == ["first", "first"]
 
@@ -96,12 +96,12 @@ def test_a_second_setup_waits_for_the_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [(3, 11, 2), (3, 12, 0)])
 def test_supported_python(version: tuple[int, ...]) -> None:
-    assert bootstrap.python_problem(version) == ""
+    assert bootstrap.unsupported_python(version) == ""
 
 
 @pytest.mark.parametrize("version", [(2, 7, 18), (3, 10, 1), (3, 13, 0)])
 def test_other_pythons_are_refused_with_the_way_out(version: tuple[int, ...]) -> None:
-    text = bootstrap.python_problem(version)
+    text = bootstrap.unsupported_python(version)
     assert f"{version[0]}.{version[1]}" in text and "3.11" in text and "Workaround" in text
 
 
@@ -129,7 +129,7 @@ OFFLINE = "Retrying ... NewConnectionError: Temporary failure in name resolution
         (OFFLINE, ["cannot reach a package index"]),
         ("OSError: [Errno 28] No space left on device", ["full", "TRITON_OMNI_HOME"]),
         ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.", ["SHA-256"]),
-        ("ERROR: something else\n", ["something else", "goes on where it stopped"]),
+        ("ERROR: something else\n", ["something else", "continues where it stopped"]),
     ],
 )
 def test_pip_failures_in_words(text: str, words: list[str]) -> None:
@@ -142,7 +142,7 @@ def test_a_childs_lines_are_logged_and_the_telling_ones_shown(tmp_path: Path) ->
     code = "print('Building it'); print('noise')"
     text = child.run([sys.executable, "-c", code], tmp_path / "logs" / "x.log", child.lines_that("Build", said.append))
     assert text == "Building it\nnoise\n" and said == ["    Building it"]
-    with pytest.raises(Problem, match="failed: no"):
+    with pytest.raises(SetupError, match="failed: no"):
         child.run([sys.executable, "-c", "raise SystemExit('no')"], tmp_path / "logs" / "x.log")
     assert (tmp_path / "logs" / "x.log").read_text().count("$ ") == 2
 
@@ -167,13 +167,13 @@ def test_every_pinned_package_says_what_it_is_needed_for_and_has_a_hash() -> Non
 
 def test_too_small_a_disk_is_refused_with_the_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(steps.FIRST_SETUP_BYTES, "cpu", 1 << 60)
-    with pytest.raises(Problem, match=r"needs .* GB .* are free"):
+    with pytest.raises(SetupError, match=r"needs .* GB .* are free"):
         steps.check_disk(Home(tmp_path / "home"), "cpu")
 
 
 def test_a_home_that_cannot_be_written_is_refused_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(Problem, match="TRITON_OMNI_HOME"):
+    with pytest.raises(SetupError, match="TRITON_OMNI_HOME"):
         setup.make_home(tmp_path / "file" / "home")
 
 
@@ -200,7 +200,7 @@ def test_setup_needs_nothing_but_the_standard_library() -> None:
     """Set-up runs before anything is installed: its imports, run in a Python that sees no packages."""
     code = (
         f"import runpy; map_packages = runpy.run_path({bootstrap.__file__!r})['map_packages']; map_packages()\n"
-        "import triton_omni.backends.supervisor.setup.__main__"
+        "import triton_omni.backends.supervisor.setup.__main__, triton_omni.cli"
     )
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, cwd="/", timeout=60)
 
@@ -233,5 +233,5 @@ def test_a_server_that_does_not_start_is_explained(tmp_path: Path, monkeypatch: 
     """Also where the logs of earlier steps were removed."""
     monkeypatch.setenv("TRITON_OMNI_HOME", str(tmp_path))
     monkeypatch.delenv("TRITON_OMNI_ENGINE_PYTHON", raising=False)
-    with pytest.raises(Problem, match="no engine environment"):
+    with pytest.raises(SetupError, match="no engine environment"):
         check_server(Home(tmp_path))

@@ -12,10 +12,10 @@ from triton_omni.backends.supervisor.serve.watch import (
     Action,
     Bounds,
     GiveUp,
+    InstanceStatus,
     Observation,
     Reload,
     RestartServer,
-    Seen,
     Watch,
 )
 
@@ -33,12 +33,16 @@ BOUNDS = Bounds(
 
 def instance(
     model: str = "m", role: Role = "stage", *, state: State = "ready", alive: bool = True, answered: bool = True
-) -> Seen:
-    return Seen(f"{model}#0", model, role, state, alive, answered)
+) -> InstanceStatus:
+    return InstanceStatus(f"{model}#0", model, role, state, alive, answered)
 
 
 def seen(
-    now_s: float, *instances: Seen, alive: bool = True, answers: bool = True, reloaded: dict[str, str] | None = None
+    now_s: float,
+    *instances: InstanceStatus,
+    alive: bool = True,
+    answers: bool = True,
+    reloaded: dict[str, str] | None = None,
 ) -> Observation:
     return Observation(now_s, alive, answers, instances, reloaded or {})
 
@@ -54,7 +58,7 @@ def watch() -> Watch:
 
 def test_all_well_means_nothing_to_do(watch: Watch) -> None:
     assert watch.decide(seen(0, instance(), instance("door", "orchestrator"))) == []
-    assert watch.troubles == ()
+    assert watch.problems == ()
 
 
 def test_dead_stage_stub_reloads_its_model_once(watch: Watch) -> None:
@@ -71,7 +75,10 @@ def test_two_dead_stages_are_reloaded_together(watch: Watch) -> None:
 
 
 def test_one_dead_instance_of_two_reloads_the_model(watch: Watch) -> None:
-    twins = [Seen("m#0", "m", "stage", "ready", True, True), Seen("m#1", "m", "stage", "ready", False, False)]
+    twins = [
+        InstanceStatus("m#0", "m", "stage", "ready", True, True),
+        InstanceStatus("m#1", "m", "stage", "ready", False, False),
+    ]
     assert watch.decide(seen(0, *twins)) == [Reload("m", "m#1: its stub has died")]
 
 
@@ -128,7 +135,7 @@ def test_a_stub_that_gave_up_is_reloaded_at_once(watch: Watch) -> None:
 def test_a_stuck_stage_stub_is_a_trouble_at_once_and_reloaded_after_the_bound(watch: Watch) -> None:
     stuck = instance(state="stuck")
     assert watch.decide(seen(0, stuck)) == []
-    assert watch.troubles == ("m#0: stuck",)
+    assert watch.problems == ("m#0: stuck",)
     assert watch.decide(seen(9.9, stuck)) == []
     assert watch.decide(seen(10, stuck)) == [Reload("m", "m#0: stuck for 10 s")]
 
@@ -136,7 +143,7 @@ def test_a_stuck_stage_stub_is_a_trouble_at_once_and_reloaded_after_the_bound(wa
 def test_a_stub_that_goes_on_in_time_is_left_alone(watch: Watch) -> None:
     watch.decide(seen(0, instance(state="stuck")))
     watch.decide(seen(9, instance()))
-    assert watch.troubles == ()
+    assert watch.problems == ()
     assert watch.decide(seen(10, instance(state="stuck"))) == []
 
 
@@ -157,7 +164,7 @@ def test_reloads_wait_longer_each_time_then_the_server_restarts(watch: Watch) ->
     dead = instance(alive=False)
     assert kinds(watch.decide(seen(0, dead))) == [Reload]
     assert watch.decide(seen(0.5, dead, reloaded={"m": "load m: no"})) == []  # 1 s after the first
-    assert watch.troubles == ("m#0: its stub has died",)
+    assert watch.problems == ("m#0: its stub has died",)
     assert kinds(watch.decide(seen(1, dead))) == [Reload]
     assert watch.decide(seen(2.9, dead, reloaded={"m": ""})) == []  # 2 s after the second
     assert kinds(watch.decide(seen(3, dead))) == [Reload]
@@ -168,10 +175,10 @@ def test_reloads_wait_longer_each_time_then_the_server_restarts(watch: Watch) ->
 def test_a_model_that_a_failed_reload_left_without_instances_is_tried_again(watch: Watch) -> None:
     watch.decide(seen(0, instance(alive=False), instance("n")))
     assert watch.decide(seen(0.5, instance("n"), reloaded={"m": "load m: no"})) == []
-    assert watch.troubles == ("load m: no",)
+    assert watch.problems == ("load m: no",)
     assert watch.decide(seen(1, instance("n"))) == [Reload("m", "load m: no")]
     assert watch.decide(seen(2, instance("n"), instance(), reloaded={"m": ""})) == []
-    assert watch.troubles == ()
+    assert watch.problems == ()
 
 
 def test_a_reload_that_held_for_a_while_starts_afresh(watch: Watch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from triton_omni.backends.supervisor.serve.served import served
+from triton_omni.backends.supervisor.serve.temporary import temporary_server
 
 INTERPRETER = """#!/bin/sh
 printf '{"home": "%s", "models": "%s"}' "$TRITON_OMNI_HOME" "$TRITON_OMNI_MODELS" > "$6.new"
@@ -22,6 +22,6 @@ def test_places_are_those_of_the_callers_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_OMNI_HOME", "home")
     monkeypatch.setenv("TRITON_OMNI_MODELS", "../models")
     monkeypatch.setenv("TRITON_OMNI_ENGINE_PYTHON", "./python")
-    with (tmp_path / "log").open("wb") as log, served([], log.fileno(), 30.0) as facts:
+    with (tmp_path / "log").open("wb") as log, temporary_server([], log.fileno(), 30.0) as facts:
         assert facts["home"] == str(tmp_path / "home")
         assert os.path.normpath(facts["models"]) == str(tmp_path.parent / "models")
