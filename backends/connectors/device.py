@@ -64,17 +64,24 @@ class DevicePath:
         self.store = store
         self.state: State = "host"
         self.reason = "the peer has not named its GPU yet"
+        self.peer_has_gpu = False
         self._peer_name = "the peer"
 
     def meet(self, peer_name: str, gpu_uuid: str, peer_gpu_uuid: str) -> None:
         """Compare the GPUs of both ends, as their Hello messages name them."""
-        self._peer_name = peer_name or self._peer_name
+        self._peer_name, self.peer_has_gpu = peer_name or self._peer_name, bool(peer_gpu_uuid)
         if not peer_gpu_uuid or not gpu_uuid:
             self._use_host("the peer has no GPU memory to share" if gpu_uuid else "this GPU's memory cannot be shared")
         elif peer_gpu_uuid != gpu_uuid:
             self._use_host("the peer is on another GPU")
         else:
             self.state, self.reason = "allowed", "nothing was announced yet"
+
+    @property
+    def summary(self) -> str:
+        """The path of GPU tensors to this peer and its reason, in one line."""
+        path = "host memory" if self.state == "host" else "GPU memory"
+        return f"{self._peer_name}: {path} ({self.reason})" if self.reason else f"{self._peer_name}: {path}"
 
     def announcement(self) -> bytes | None:
         """What to send to the peer before the first GPU tensor; None if nothing is to be announced now."""

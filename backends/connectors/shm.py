@@ -5,8 +5,8 @@
 * larger ones go into a memfd slab per link and direction, handed over once with SCM_RIGHTS. It has no name in
   /dev/shm, so nothing can leak by name, not even after kill -9;
 * larger than half the slab: a memfd of its own that travels with the chunk;
-* tensors on a GPU go into a device slab (cuda_ipc.py) where both ends see the device, else they are copied to
-  the host on the way.
+* tensors on a GPU go into a device slab (cuda_ipc.py) where both ends can map it; elsewhere they are copied to host
+  memory, pinned if there is a device store.
 
 A packet is one kind byte, then for a message its bytes, for an acknowledgement slot numbers, for a chunk the length
 of its header, the header (msgpack) and the inline payload.
@@ -184,10 +184,8 @@ class ShmConnector:
     def _split(self, chunk: Chunk) -> tuple[Sequence[Tensor], Sequence[Tensor], int]:
         """(tensors for the device slab, tensors for the host payload, offset in the device slab or -1)."""
         on_device = [t for t in chunk.tensors if t.device != "cpu"]
-        if not on_device:
+        if not on_device or self.device is None:
             return (), chunk.tensors, -1
-        if self.device is None:
-            raise TypeError(f"edge {chunk.edge}: a GPU tensor needs a connector with a device store")
         announcement = self.device.announcement()
         if announcement is not None:
             self.link.send((DEVICE, announcement))
@@ -199,9 +197,9 @@ class ShmConnector:
     def _in_host_memory(self, layout: Layout) -> Layout:
         """The layout with copies of its GPU tensors, valid until the next call."""
         on_device = [tensor for tensor, _, _ in layout if tensor.device != "cpu"]
-        if self.device is None or not on_device:
+        if not on_device:
             return layout
-        copies = iter(self.device.store.to_host(on_device))
+        copies = iter(self.device.store.to_host(on_device) if self.device else [t.on_host() for t in on_device])
         return [(t if t.device == "cpu" else next(copies), at, nbytes) for t, at, nbytes in layout]
 
     def _reserve(self, nbytes: int) -> tuple[int | None, int, _Memfd | None]:

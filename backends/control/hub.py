@@ -185,6 +185,11 @@ class Hub:
                         peer.connector.send_held()
                     self.watch(peer)
 
+    def gpu_paths(self) -> str:
+        """The paths of GPU tensors to peers that have a GPU, for `doctor`; "" if there is no such peer."""
+        paths = [peer.connector.device for peer in self._peers if peer.connector.device is not None]
+        return "; ".join(sorted(path.summary for path in paths if path.peer_has_gpu))
+
     def watch(self, peer: Peer) -> None:
         """Poll for writability exactly while packets wait."""
         waiting = peer.connector.link.backlog_packets > 0

@@ -141,8 +141,9 @@ class FailedMessage(ControlMessage, frozen=True, array_like=True, tag="failed"):
 class PingMessage(ControlMessage, frozen=True, array_like=True, tag="ping"):
     """Heartbeat of a process; a received ping is answered with one.
 
-    state      "starting", "ready", "failed" (then `text` says why)
+    state      "starting", "ready", "failed"
     live       running runs or requests
+    text       failed: the reason; ready: Hub.gpu_paths
     numbers    gauges and counters by name, for metrics
     """
 

@@ -35,7 +35,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     ready_s: float = 0.0
     """Seconds the worker took to become ready."""
-    text: str = ""
+    gpu_paths: str = ""
+    """How GPU tensors travel to the worker's peers, see Hub.gpu_paths."""
 
 
 def record_path(run_dir: Path, model: str, instance: str) -> Path:

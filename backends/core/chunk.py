@@ -85,6 +85,10 @@ class Tensor(msgspec.Struct, frozen=True):
             flat = torch.as_tensor(self.data, device=self.device).view(dtype)
         return flat.reshape(self.spec.shape)
 
+    def on_host(self) -> Tensor:
+        """This tensor, or a copy in host memory of one on a GPU, complete on return."""
+        return self if self.device == "cpu" else Tensor.of_torch(self.name, self.torch().cpu())
+
 
 @dataclass(eq=False, slots=True)
 class Chunk:

@@ -33,11 +33,18 @@ class InstanceHeartbeat:
             address=address,
         )
 
-    def update(self, state: State, worker_pid: int = 0, restarts: int = 0, ready_s: float = 0.0) -> None:
+    def update(
+        self, state: State, worker_pid: int = 0, restarts: int = 0, ready_s: float = 0.0, gpu_paths: str = ""
+    ) -> None:
         """Write the record if it changed; otherwise touch it every HEARTBEAT_S."""
         now = time.monotonic()
         record = msgspec.structs.replace(
-            self._record, state=state, worker_pid=worker_pid, restarts=restarts, ready_s=round(ready_s, 3)
+            self._record,
+            state=state,
+            worker_pid=worker_pid,
+            restarts=restarts,
+            ready_s=round(ready_s, 3),
+            gpu_paths=gpu_paths,
         )
         if record != self._record or not self._written:
             self._record, self._written = record, True

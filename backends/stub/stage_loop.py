@@ -263,9 +263,11 @@ class StageLoop:
     def _on_ping(self, ping: msg.PingMessage) -> None:
         if ping.state == "failed":
             self.fail_start(ping.text)
-        elif ping.state == "ready" and self.worker_process.state != "ready":
-            self.worker_process.is_ready(self._clock())
-            self.start_decided = True
+        elif ping.state == "ready":
+            self.worker_process.gpu_paths = ping.text
+            if self.worker_process.state != "ready":
+                self.worker_process.is_ready(self._clock())
+                self.start_decided = True
         self._report_ping(ping)
 
     def _on_lost(self) -> None:

@@ -67,6 +67,7 @@ class WorkerProcess:
         self.started_s = 0.0
         self.ready_s: float | None = None
         self.retry_s = 0.0
+        self.gpu_paths = ""
         self._command = command
         self._backoff = Backoff()
 
@@ -102,6 +103,7 @@ class WorkerProcess:
     def died(self, now_s: float) -> None:
         """Record the worker's death and schedule the next start."""
         self.kill()
+        self.gpu_paths = ""
         pause = self._backoff.died(0.0 if self.ready_s is None else now_s - self.ready_s)
         if pause is None:
             self.state = "gave_up"

@@ -131,6 +131,9 @@ def show_server(run_dir: RunDir, report: Report) -> bool:
     table = usages(run_dir, facts)
     for row in table:
         report(f"  {row.name:32} {row.pid:8} {row.rss_mb:8.0f} {row.pss_mb:8.0f} {row.ready_s or '-':>8}  {row.state}")
+    for record in read_records(run_dir.path):
+        if record.gpu_paths:
+            report(f"  GPU tensors of {record.model}#{record.instance} to {record.gpu_paths}")
     report(f"  {'all (PSS counts shared pages once)':32} {sum(row.pss_mb for row in table):26.0f}")
     return file["state"] == "ready"
 

@@ -139,7 +139,9 @@ class TritonPythonModel:
         """Bring the record up to date before anybody hears that we are ready."""
         worker_process = self._worker_process
         ready_s = 0.0 if worker_process.ready_s is None else worker_process.ready_s - worker_process.started_s
-        self._heartbeat.update(worker_process.state, worker_process.pid, worker_process.restarts, ready_s)
+        self._heartbeat.update(
+            worker_process.state, worker_process.pid, worker_process.restarts, ready_s, worker_process.gpu_paths
+        )
         if self._loop.start_decided:
             self._settled.set()
 

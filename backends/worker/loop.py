@@ -358,7 +358,7 @@ class Worker:
 
     def _ping(self) -> PingMessage:
         numbers = self.numbers | {"held": len(self.records)}
-        return PingMessage(f"{self.pipeline.name}/{self.stage.name}", "ready", self._live, "", numbers)
+        return PingMessage(self.hub.name, "ready", self._live, self.hub.gpu_paths(), numbers)
 
     @property
     def _live(self) -> int:

@@ -15,7 +15,8 @@ from tests.kit.gpu_devices import SameProcessMapping
 from triton_omni.backends.connectors import cuda_ipc
 from triton_omni.backends.connectors.cuda_ipc import Announcement, DeviceSlab, DeviceView
 from triton_omni.backends.connectors.device import DevicePath
-from triton_omni.backends.core.chunk import TensorSpec
+from triton_omni.backends.control.hub import Hub
+from triton_omni.backends.core.chunk import Chunk, TensorSpec
 
 
 @pytest.fixture
@@ -177,6 +178,8 @@ def test_the_hello_of_both_ends_decides_whether_a_slab_is_offered(cuda, ours, th
     assert path.state == state
     assert reason in path.reason
     assert (path.announcement() is None) == (state == "host")
+    assert path.peer_has_gpu == bool(theirs)
+    assert path.summary.startswith("talker: host memory (" if state == "host" else "talker: GPU memory (")
     path.close(peer_closed=True)
 
 
@@ -185,6 +188,31 @@ def test_an_answer_without_an_announcement_is_malformed(cuda):
     path.meet("talker", "a", "a")
     with pytest.raises(ValueError, match="no announcement"):
         path.on_answer("")
+
+
+def test_two_hubs_decide_the_path_of_their_link_and_name_it(tmp_path):
+    runtimes = [FakeCuda(same_process=True) for _ in range(2)]
+    thinker, talker, orchestrator = (
+        Hub("thinker", tmp_path / "a", lambda: DeviceSlab(nbytes=1 << 20, runtime=runtimes[0]), "GPU-0"),
+        Hub("talker", tmp_path / "b", lambda: DeviceSlab(nbytes=1 << 20, runtime=runtimes[1]), "GPU-0"),
+        Hub("orchestrator", tmp_path / "c"),
+    )
+    link = thinker.connect(talker.address)
+    thinker.connect(orchestrator.address)
+    for hub in (talker, orchestrator, thinker, talker):
+        hub.poll(1.0)
+    assert thinker.gpu_paths() == "talker: GPU memory (nothing was announced yet)", "the orchestrator has no GPU"
+    assert orchestrator.gpu_paths() == ""
+    assert link.put(Chunk(b"r" * 16, "e", tensors=(runtimes[0].tensor("x", np.ones(3)),)))
+    received = [item for _, item in talker.poll(1.0) if isinstance(item, Chunk)]
+    thinker.poll(1.0)
+    assert [chunk.tensors[0].device for chunk in received] == ["cpu"], "the peer had not answered"
+    assert thinker.gpu_paths() == "talker: GPU memory"
+    for hub in (thinker, talker, orchestrator):
+        hub.close()
+    received.clear()
+    for runtime in runtimes:
+        runtime.end_process()
 
 
 # --- which GPU ---------------------------------------------------------------------------------------------------

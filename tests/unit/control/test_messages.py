@@ -82,7 +82,7 @@ def _record(**change):
 
 def test_records_are_replaced_read_and_removed(tmp_path):
     write_record(tmp_path, _record(state="starting"))
-    write_record(tmp_path, _record(restarts=3, worker_pid=9, address="/w.sock", ready_s=1.5, text="so"))
+    write_record(tmp_path, _record(restarts=3, worker_pid=9, address="/w.sock", ready_s=1.5, gpu_paths="so"))
     write_record(tmp_path, _record(instance="1_0"))
     write_record(tmp_path, _record(model="toy", role="orchestrator"))
     assert [(r.model, r.instance, r.restarts) for r in read_records(tmp_path)] == [

@@ -276,6 +276,16 @@ def test_a_first_worker_that_cannot_load_is_the_models_error(make):
     assert b.worker_process.theirs is None, "nobody starts it again"
 
 
+def test_the_paths_of_gpu_tensors_are_the_live_workers(make):
+    b = make()
+    b.to_stub.send(msg.PingMessage("toy/tokens", "ready", 0, "toy/codes: GPU memory"))
+    b.turn()
+    assert b.worker_process.gpu_paths == "toy/codes: GPU memory"
+    b.worker_dies()
+    b.turn()
+    assert b.worker_process.gpu_paths == ""
+
+
 def test_a_first_worker_killed_while_loading_is_the_models_error(make):
     b = make(ready=False)
     b.worker_dies()
