@@ -60,7 +60,7 @@ def health(report: Report) -> int:
             continue
         stale = time.time() - float(file["at"]) > _HEALTH_AGE_S and file["state"] != "starting"
         state = "stale" if stale else str(file["state"])
-        report(f"{run_dir.path}: {state} {'; '.join(file['problems'])}".rstrip())
+        report(f"server in {run_dir.path}: {state} {'; '.join(file['problems'])}".rstrip())
         states.append(state)
     if not states:
         report("no server of this user is running")

@@ -76,6 +76,18 @@ def test_killed_orchestrator_stub_under_load(server: RunningServer) -> None:
     wait_for(lambda: idle(server), 5.0, "every slot free")
 
 
+def test_dead_stubs_leave_no_regions(server: RunningServer) -> None:
+    """Each stub that died with requests in flight left one for as long as the server ran."""
+    wait_for(lambda: is_back(server), BACK_S, "ready")
+    regions = len(server.regions())
+    for _ in range(3):
+        victim = server.instance("toy_wave").pid
+        under_load(server, victim, "wave")
+        wait_for(lambda old=victim: is_back(server) and server.instance("toy_wave").pid != old, BACK_S, "ready again")
+    wait_for(lambda: len(server.regions()) <= regions, BACK_S, "regions of dead stubs are unlinked")
+    assert run_one(server.grpc, Plan(body(5))).ends == ["length"]
+
+
 def test_killed_server_under_load(server: RunningServer) -> None:
     wait_for(lambda: is_back(server), BACK_S, "ready")
     pid = server.server_pid()

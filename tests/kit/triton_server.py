@@ -142,10 +142,9 @@ def _bare(
             ports.http, ports.grpc, ports.metrics, 0, "", run_dir.path, run_dir.shm_prefix, child.pid, 0, log
         )
     finally:
-        known = run_dir.processes()
         processes.stop(child, STOP_TIMEOUT_S)
         _kept(log)
-        run_dir.remove(known)
+        run_dir.remove()
 
 
 def _supervised(

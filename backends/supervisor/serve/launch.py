@@ -12,7 +12,6 @@ import re
 import shlex
 import socket
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,8 +122,10 @@ class Launch:
         return [*command, *self.flags]
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The server's whole environment."""
-        return {**clean_environment(base), **self.server.environment, RUN_DIR_VARIABLE: str(self.run_dir.path)}
+        """The server's whole environment. What torch compiles is kept; by default it would be a temporary file."""
+        kept = {"TORCHINDUCTOR_CACHE_DIR": str(Path("~/.cache/torchinductor").expanduser())}
+        folders = {RUN_DIR_VARIABLE: str(self.run_dir.path), "TMPDIR": str(self.run_dir.temporary)}
+        return {**kept, **clean_environment(base), **self.server.environment, **folders}
 
     def by_hand(self) -> str:
         """The same start as one shell command; it works when typed by hand, without the run folder."""
@@ -141,7 +142,8 @@ class Launch:
         with log.open("ab") as sink:
             sink.write(f"$ {self.by_hand()}\n".encode())
             sink.flush()
-            return processes.start(self.command(), self.environment(os.environ), sink.fileno(), tempfile.gettempdir())
+            environment = self.environment(os.environ)
+            return processes.start(self.command(), environment, sink.fileno(), environment["TMPDIR"])
 
     @property
     def key_header(self) -> str:

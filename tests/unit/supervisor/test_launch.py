@@ -9,6 +9,7 @@ import shlex
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,14 +63,18 @@ def test_the_command_by_hand_is_the_command() -> None:
     assert not any("omni-run" in word for word in words)
 
 
-def test_environment_names_the_run_dir() -> None:
-    misleading = {"PYTHONPATH": "/x", "PYTHONHOME": "/y", "VIRTUAL_ENV": "/z", "A": "other"}
-    assert launch().environment({**misleading, "LANG": "C"}) == {
+def test_environment_names_the_run_dir(tmp_path: Path) -> None:
+    misleading = {"PYTHONPATH": "/x", "PYTHONHOME": "/y", "VIRTUAL_ENV": "/z", "A": "other", "TMPDIR": "/t"}
+    start = replace(launch(), run_dir=replace(launch().run_dir, path=tmp_path))
+    assert start.environment({**misleading, "LANG": "C", "TORCHINDUCTOR_CACHE_DIR": "/cache"}) == {
         "LANG": "C",
         "PATH": "/stub/bin:/usr/bin",
         "A": "b c",
-        "TRITON_OMNI_RUN_DIR": "/tmp/omni-run-x",
+        "TRITON_OMNI_RUN_DIR": str(tmp_path),
+        "TMPDIR": str(tmp_path / "tmp"),
+        "TORCHINDUCTOR_CACHE_DIR": "/cache",
     }
+    assert (tmp_path / "tmp").is_dir()
 
 
 def test_a_port_in_use_is_named_with_the_way_out() -> None:
