@@ -13,6 +13,8 @@ from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest
 
 Adapter = Callable[[Chunk], Any]
+MEDIA = ("audio", "image", "video")
+"""Kinds of content that cross as tensors of the same name."""
 
 
 def no_environment(context: EngineContext) -> Mapping[str, str]:
@@ -124,6 +126,12 @@ class Pipeline:
 
     def output(self, name: str) -> Output:
         return next(o for o in self.outputs if o.name == name)
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Kinds of content that messages may have: "text" and those that a stage has an input tensor for."""
+        inputs = {spec.name for stage in self.stages for spec in stage.inputs}
+        return ("text", *(kind for kind in MEDIA if kind in inputs))
 
     def model(self, stage: str) -> str:
         """The Triton model name of a stage."""

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import MAX_REQUEST_ID_CHARS, GenerateRequest, Part
-from triton_omni.backends.core.pipeline import Pipeline
-
-MEDIA = ("audio", "image", "video")
+from triton_omni.backends.core.pipeline import MEDIA, Pipeline
 
 
 def check_request_id(request_id: str) -> None:
@@ -25,6 +23,7 @@ def check_request_id(request_id: str) -> None:
 def check_request(pipeline: Pipeline, request: GenerateRequest, media: Mapping[str, int]) -> None:
     """Check a request against its pipeline; `media` gives the number of elements of each media tensor sent."""
     pipeline.operation(request)
+    _check_kinds(pipeline, request)
     pipeline.check(request)
     pipeline.wanted(request)
     pipeline.check_params(request)
@@ -36,6 +35,14 @@ def check_request(pipeline: Pipeline, request: GenerateRequest, media: Mapping[s
     unused = [name for name in MEDIA if media.get(name) and name not in request.media()]
     if unused:
         raise BadRequest(f"tensor '{unused[0]}' was sent but no message part refers to it", unused[0])
+
+
+def _check_kinds(pipeline: Pipeline, request: GenerateRequest) -> None:
+    for i, message in enumerate(request.messages):
+        for j, part in enumerate(message.parts):
+            if part.type not in pipeline.media:
+                taken = ", ".join(pipeline.media)
+                raise BadRequest(f"'{pipeline.name}' takes {taken}, not {part.type}", f"messages[{i}].content[{j}]")
 
 
 def _check_media(request: GenerateRequest, media: Mapping[str, int]) -> None:

@@ -113,7 +113,7 @@ class Door:
             "live": len(self.admission.live),
             "queued": self.admission.queued,
             "operations": [o.name for o in self._pipeline.operations],
-            "about": dict(self._pipeline.about),
+            "about": {"media": list(self._pipeline.media), **self._pipeline.about},
         }
         return Event("health", request_id, meta=meta)
 

@@ -58,6 +58,7 @@ class FakeBackend:
     refusal: str = ""
     usage: dict[str, float] = field(default_factory=dict[str, float])
     meta: dict[str, Any] = field(default_factory=dict[str, Any])
+    media: tuple[str, ...] = ("text", "audio", "image", "video")
     not_ready: dict[str, str] = field(default_factory=dict[str, str])
     unreachable: bool = False
     rate_hz: int = RATE_HZ
@@ -102,7 +103,7 @@ class FakeBackend:
         return {
             "pipeline": pipeline, "ready": reason is None, "stages": {"words": state}, "live": 0, "queued": 0,
             "operations": self.operations.get(pipeline, ["chat", "speech"]),
-            "about": {"voices": list(VOICES), "sample_rate": self.rate_hz},
+            "about": {"voices": list(VOICES), "sample_rate": self.rate_hz, "media": list(self.media)},
         }  # fmt: skip
 
     async def models(self) -> list[Model]:

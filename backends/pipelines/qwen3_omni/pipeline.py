@@ -44,7 +44,6 @@ MEDIA = (
 CODES = TensorSpec("codes", "int16", (-1, -1))
 
 THINKER = Stage("thinker", _thinker, _environment, inputs=MEDIA)
-MEDIA_IN = ["text", "image", "audio", "video"]
 
 PIPELINE = Pipeline(
     name="qwen3_omni",
@@ -65,7 +64,6 @@ PIPELINE = Pipeline(
     check=check_for("thinker", "talker", "code2wav"),
     about={
         "sample_rate": 24_000,
-        "media": MEDIA_IN,
         "voices": ["ethan", "chelsie", "aiden"],  # the published checkpoint's; the talker knows the loaded one's
     },
 )

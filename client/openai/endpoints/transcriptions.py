@@ -87,6 +87,7 @@ async def transcribe(request: Request) -> Response:
             raise missing("file")
         if len(form.getlist("file")) > 1:
             raise invalid("file", "There is one file at most.")
+        await context.services.catalogue.check_media(body.model, "audio", "file")
         data = await file_in(form["file"], "file")
     with media_errors("file", "invalid_audio"):
         part = await in_thread(pools.media, media.audio, data)

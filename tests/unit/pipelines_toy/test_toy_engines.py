@@ -16,9 +16,10 @@ from triton_omni.backends.core.engine import EngineChunk, EngineFailed, EngineFi
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part, SpeechParams
 from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.orchestrator.check import check_request
 from triton_omni.backends.pipelines import load
 from triton_omni.backends.pipelines.toy import engines
-from triton_omni.backends.pipelines.toy.pipeline import PIPELINE, check
+from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 
 
 def make(stage):
@@ -128,7 +129,7 @@ def test_payloads_are_checked_where_they_arrive():
         (GenerateRequest(messages=(Message("user", "x"),), speech=SpeechParams(language="fr")), "speech.language"),
         (GenerateRequest("speech", input="  "), "input"),
         (GenerateRequest(), "messages"),
-        (GenerateRequest(messages=(Message("user", (Part("image", shape=(1,)),)),)), "messages"),
+        (GenerateRequest(messages=(Message("user", (Part("image", shape=(1,)),)),)), "messages[0].content[0]"),
         (chat(1, nose={}), "stages.nose"),
         (chat(1, wave={"delay_s": -1}), "stages.wave"),
         (chat(1, wave={"typo": 1}), "stages.wave"),
@@ -136,7 +137,7 @@ def test_payloads_are_checked_where_they_arrive():
 )
 def test_what_the_toy_cannot_do_is_named(request_, field):
     with pytest.raises(BadRequest) as caught:
-        check(request_)
+        check_request(PIPELINE, request_, {})
     assert caught.value.where == field
 
 
