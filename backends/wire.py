@@ -41,12 +41,12 @@ from triton_omni.backends.core.generate import (
     decode_request,
     encode_request,
 )
-from triton_omni.backends.core.ids import TRACEPARENT, new_request_id
+from triton_omni.backends.core.ids import OPERATOR_KEY, TRACEPARENT, new_request_id
 
 __all__ = [
-    "AUDIO", "EVENT", "IMAGE", "OPEN", "REQUEST", "SHORT_FORM", "STREAM", "TEXT_INPUT", "TEXT_OUTPUT", "TRACEPARENT",
-    "VIDEO", "WIRE_VERSION", "BadRequest", "Deadlines", "Event", "GenerateRequest", "ImageParams", "Message",
-    "OmniError", "Part", "Sampling", "SpeechParams", "TranscriptionParams",
+    "AUDIO", "EVENT", "IMAGE", "OPEN", "OPERATOR_KEY", "REQUEST", "SHORT_FORM", "STREAM", "TEXT_INPUT", "TEXT_OUTPUT",
+    "TRACEPARENT", "VIDEO", "WIRE_VERSION", "BadRequest", "Deadlines", "Event", "GenerateRequest", "ImageParams",
+    "Message", "OmniError", "Part", "Sampling", "SpeechParams", "TranscriptionParams",
     "decode_event", "decode_request", "encode_event", "encode_request", "from_line",
     "new_request_id", "short_form", "with_stream",
 ]  # fmt: skip
@@ -125,7 +125,9 @@ SHORT_FORM: dict[str, tuple[str, type]] = {
 """Request parameter → (place in GenerateRequest, type). Lists are comma-separated text, dicts are JSON text."""
 
 _TENSORS = (REQUEST, TEXT_INPUT, STREAM, AUDIO, IMAGE, VIDEO)
-_IGNORED_PARAMETERS = frozenset({"id", "triton_enable_empty_final_response", "binary_data_output", TRACEPARENT})
+_IGNORED_PARAMETERS = frozenset(
+    {"id", "triton_enable_empty_final_response", "binary_data_output", TRACEPARENT, OPERATOR_KEY}
+)
 
 
 def short_form(text: str, parameters: Mapping[str, Any], stream: bool) -> GenerateRequest:

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the server that was tested: TRITON_OMNI_SERVER may point at another one."""
+    kit = sys.modules.get("tests.kit.triton_server")
+    if kit is not None and kit.VERSIONS:
+        terminalreporter.write_line(f"tritonserver {', '.join(sorted(kit.VERSIONS))}")
+
+
 @pytest.fixture(scope="session")
 def toy_server() -> Iterator[RunningServer]:
     """The toy pipeline on a bare tritonserver, as `tritonserver --model-repository` serves it; one per session."""

@@ -67,6 +67,8 @@ class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus_per_instance  number of consecutive `gpus` per instance, for engines that spread a model
     start_timeout_s    how long loading the engine may take
     hang_s             a worker without a heartbeat for this long is killed and restarted
+    direct_calls       any client may call the stage's model itself; otherwise on a loopback address or with the
+                       operator's key only
     gpu_memory_bytes   memory that an instance uses on each of its GPUs: weights, caches, activations; 0: not stated.
                        Only for the check that stages fit the GPUs they share
     engine             options of the stage's engine; the engine knows its own keys
@@ -78,6 +80,7 @@ class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus_per_instance: Count = 1
     start_timeout_s: Seconds = 900.0
     hang_s: Seconds = 120.0
+    direct_calls: bool = False
     gpu_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     engine: dict[str, Any] = {}
 
@@ -136,6 +139,8 @@ def to_parameters(deploy: OrchestratorDeploy | StageDeploy) -> dict[str, str]:
     not_of_the_instance = ["instances", "device", "gpu_memory_bytes"]  # instance_group and static checks have them
     if values.get("gpus_per_instance", 1) == 1:
         not_of_the_instance += ["gpus", "gpus_per_instance"]
+    if not values.get("direct_calls", True):
+        not_of_the_instance.append("direct_calls")
     for name in not_of_the_instance:
         values.pop(name, None)
     flat = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}

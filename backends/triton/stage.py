@@ -56,6 +56,8 @@ class TritonPythonModel:
         self._deploy = from_parameters(given, StageDeploy, f"model {self._model}")
         self._instance = placement.instance_id(args)
         self._run_dir = paths.run_dir(os.getppid())
+        is_open = self._deploy.direct_calls or bool(os.environ.get(paths.LOOPBACK_VARIABLE))
+        self._key = "" if is_open else paths.operator_key(self._run_dir)
         self._hub = Hub(f"{self._pipeline.name}/{self.stage.name}")
         self.senders = Senders()
         self.watch = CancelWatch()
@@ -162,6 +164,12 @@ class TritonPythonModel:
 
     def _direct(self, request: Any, has_tensors: bool) -> msg.OpenMessage:
         """A call from a Triton client: the stage works from the request, or from tensors as one last chunk."""
+        if self._key and not tensors.has_key(request, self._key):
+            raise BadRequest(
+                "stage models answer direct calls on a loopback address, where `direct_calls: true` is deployed, "
+                f"or with the operator's key in parameter '{wire.OPERATOR_KEY}'",
+                wire.OPERATOR_KEY,
+            )
         upstream = [e.source for e in self._pipeline.edges if e.target == self.stage.name]
         entered = any(o.entry == self.stage.name for o in self._pipeline.operations)
         if upstream and not entered and not has_tensors:  # it would wait for a chunk that nobody sends

@@ -97,7 +97,7 @@ def test_memory_and_names_stay_what_they_are(tmp_path: Path) -> None:
     warm = taken[int(len(taken) * WARM_UP) :]
     lives = np.array([n for n, _ in warm])
     slopes = {role: round(slope_mb(lives, np.array([kb[role] for _, kb in warm])), 3) for role in warm[0][1]}
-    # tritonserver itself keeps connections of streams cancelled at an unlucky moment (docs/triton-24.10.md)
+    # tritonserver itself keeps connections of streams cancelled at an unlucky moment (docs/triton-versions.md)
     grown = {k: (before[k], n) for k, n in after.items() if n > before.get(k, 0) and k != "tritonserver fds"}
     result = {
         "seconds": SECONDS, "lives": clients.tally.lives, "ends": clients.tally.ends,

@@ -81,7 +81,7 @@ def run_one(url: str, plan: Plan) -> Life:
     except InferenceServerException as error:
         life.ends.append(f"lost {error.message()}")
     finally:
-        # A stream that has ended is closed, not cancelled: docs/triton-24.10.md says what that costs the server
+        # A stream that has ended is closed, not cancelled: docs/triton-versions.md says what that costs the server
         client.stop_stream(cancel_requests=life.ends in ([], ["cancelled here"], ["timeout"]))
         client.close()
     life.seconds = time.monotonic() - started

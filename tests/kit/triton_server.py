@@ -19,6 +19,8 @@ from triton_omni.backends.supervisor.serve.launch import LOCAL, Api, Launch, fre
 from triton_omni.backends.supervisor.serve.locate import find_server
 from triton_omni.backends.supervisor.serve.temporary import temporary_server
 
+VERSIONS: set[str] = set()
+"""Versions of the servers that this process started."""
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
 KEPT_LOGS = 40
@@ -138,6 +140,7 @@ def _bare(
     try:
         processes.wait_until(lambda: launch.api().is_ready(2.0) or child.poll() is not None, timeout_s)
         assert child.poll() is None and launch.api().is_ready(2.0), f"server not ready:\n{_kept(log)}"
+        VERSIONS.add(launch.api().version())
         yield RunningServer(
             ports.http, ports.grpc, ports.metrics, 0, "", run_dir.path, run_dir.shm_prefix, child.pid, 0, log
         )
@@ -155,6 +158,7 @@ def _supervised(
     try:
         with log.open("ab") as sink, temporary_server(options, sink.fileno(), timeout_s, variables) as facts:
             run_dir = Path(facts["run_dir"])
+            VERSIONS.add(Api(LOCAL, facts["http_port"]).version())
             yield RunningServer(
                 facts["http_port"], facts["grpc_port"], facts["metrics_port"], facts["openai_port"], facts["key"],
                 run_dir, facts["shm_prefix"], facts["server_pid"], facts["supervisor_pid"], Path(facts["server_log"]),

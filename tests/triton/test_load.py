@@ -35,7 +35,7 @@ def test_large_payloads_arrive_whole(toy: RunningServer) -> None:
 
 @pytest.fixture
 def own_toy() -> Iterator[RunningServer]:
-    """A server for one test: rarely the 24.10 server itself crashes over cancelled streams (docs/triton-24.10.md), and
+    """A server for one test: rarely the 24.10 server crashes over cancelled streams (docs/triton-versions.md), and
     then all tests that share one would fail."""
     with running_server([TOY_REPOSITORY]) as server:
         yield server

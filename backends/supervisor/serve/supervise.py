@@ -227,7 +227,8 @@ class Supervisor:
                 if len(self._not_loaded) == len(launch.repositories):
                     raise self._no_start("no pipeline could be loaded")
                 self._ready_s = time.monotonic() - start
-                self._report(f"tritonserver is ready after {self._ready_s:.1f} s (pid {self._server.pid})")
+                name = f"tritonserver {launch.api().version()}"
+                self._report(f"{name} is ready after {self._ready_s:.1f} s (pid {self._server.pid})")
                 return True
             if time.monotonic() - start > self.plan.start_timeout_s:
                 raise self._no_start(f"the models were not ready after {self.plan.start_timeout_s:.0f} s")

@@ -44,8 +44,8 @@ def test_command() -> None:
         "--exit-timeout-secs=7",
         "--model-control-mode=explicit",
         "--load-model=*",
-        "--http-restricted-api=model-repository,shared-memory:triton-omni-key=k",
-        "--grpc-restricted-protocol=model-repository,shared-memory:triton-omni-key=k",
+        "--http-restricted-api=model-repository,shared-memory,logging,trace:triton-omni-key=k",
+        "--grpc-restricted-protocol=model-repository,shared-memory,logging,trace:triton-omni-key=k",
     ):
         assert word in command
     assert command[-1] == "--log-verbose=1"
@@ -54,6 +54,12 @@ def test_command() -> None:
 def test_bare_command_has_no_model_control_and_no_key() -> None:
     command = " ".join(launch().command())
     assert "explicit" not in command and "restricted" not in command
+
+
+def test_options_of_newer_servers_are_given_where_the_server_has_them() -> None:
+    newer = replace(SERVER, options=frozenset({"--allow-client-shm", "--http-port"}))
+    assert "--allow-client-shm=true" in launch(server=newer).command()
+    assert not any("client-shm" in word for word in launch().command())
 
 
 def test_the_command_by_hand_is_the_command() -> None:
@@ -73,7 +79,9 @@ def test_environment_names_the_run_dir(tmp_path: Path) -> None:
         "TRITON_OMNI_RUN_DIR": str(tmp_path),
         "TMPDIR": str(tmp_path / "tmp"),
         "TORCHINDUCTOR_CACHE_DIR": "/cache",
+        "TRITON_OMNI_LOOPBACK": "1",
     }
+    assert "TRITON_OMNI_LOOPBACK" not in replace(start, host="0.0.0.0").environment({})
     assert (tmp_path / "tmp").is_dir()
 
 
