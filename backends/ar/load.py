@@ -42,7 +42,7 @@ def load_llm(options: ArOptions, context: EngineContext, needed: Mapping[str, An
     if needed and ranks > options.tensor_parallel_size:
         raise OptionsError(f"stage '{context.stage}': pipeline_parallel_size must be 1, every rank needs all rows")
     check_ranks(ranks, torch.cuda.device_count() if context.device == "cuda" else None, context.stage)
-    arguments = {"worker_cls": RANK_WORKER} | engine_arguments(options, context) | dict(needed or {})
+    arguments: dict[str, Any] = {"worker_cls": RANK_WORKER} | engine_arguments(options, context) | dict(needed or {})
     with reasons_of_ranks(context.stage) if ranks > 1 else nullcontext():
         llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
     watch_ranks(llm.model_executor)

@@ -45,7 +45,7 @@ def drain(engine, into=None):
     events = {} if into is None else into
     for _ in range(STEP_LIMIT):
         if not engine.has_work:
-            if not engine.live:
+            if not engine.runs:
                 return events
             await_grammars(engine)
         step(engine, events)
@@ -59,10 +59,10 @@ def await_grammars(engine):
         when_compiled,
     )
 
-    for live in engine.live.values():
-        if is_compiling(live.scheduled):
+    for state in engine.runs.values():
+        if is_compiling(state.scheduled):
             compiled = threading.Event()
-            when_compiled(live.scheduled, compiled.set)
+            when_compiled(state.scheduled, compiled.set)
             assert compiled.wait(GRAMMAR_S), "the grammar was never compiled"
 
 
@@ -90,7 +90,7 @@ def answer(engine, run):
 
 
 def scheduler(engine):
-    return engine.llm.engine_core.engine_core.scheduler
+    return engine.llm.engine.engine_core.engine_core.scheduler
 
 
 def free_blocks(engine):
@@ -99,7 +99,7 @@ def free_blocks(engine):
 
 def decode(engine, ids):
     """What the answer's tokens say, special ones left out, without a character that is not complete."""
-    tokenizer = engine.llm.renderer.get_tokenizer()
+    tokenizer = engine.llm.engine.renderer.get_tokenizer()
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 

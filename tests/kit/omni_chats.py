@@ -79,7 +79,7 @@ def come_and_go(chain, seed, pace):
 
 
 def blocks_of(engine):
-    return engine.llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return engine.llm.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
 def free_blocks(chain):

@@ -225,7 +225,7 @@ SCHEMA = {
 @pytest.fixture
 def compilers(engine):
     """All of vLLM's threads that compile grammars are held: none is compiled until the event is set."""
-    pool, gate = engine.llm.engine_core.engine_core.structured_output_manager.executor, threading.Event()
+    pool, gate = engine.llm.engine.engine_core.engine_core.structured_output_manager.executor, threading.Event()
     held = [pool.submit(gate.wait, 60.0) for _ in range(pool._max_workers)]
     yield gate
     gate.set()

@@ -93,4 +93,4 @@ def test_too_many_or_too_long_media_are_refused(chain, case, schema):
     assert caught.value.where == "messages"
     assert not chain.engines["thinker"].has_work
     for engine in chain.engines.values():
-        assert not engine.llm.has_unfinished_requests()
+        assert not engine.llm.engine.has_unfinished_requests()

@@ -36,7 +36,7 @@ def scan(pieces):
         text, found = scanner.feed(piece, place + 1 == len(pieces))
         said.append(text)
         calls += found
-    assert scanner.found == len(calls)
+    assert scanner.calls_seen == len(calls)
     return "".join(said), calls
 
 
