@@ -67,7 +67,7 @@ class ChatEncoder:
         In assistant turns only special tokens are control strings: tags such as <think> are part of what the model
         wrote.
         """
-        escaper = _Escaper(str([messages, tools]))
+        escaper = _Escaper(json.dumps([messages, tools], ensure_ascii=False))
         safe: list[Any] = []
         for message in messages:
             control = self._special if message["role"] == "assistant" else self._all
