@@ -26,7 +26,7 @@ def read_chat_template(model: str) -> str:
     """The chat template of a checkpoint folder or hub name; raises OptionsError if it has none.
 
     Looked up as transformers' tokenizer does, then in chat_template.json, the legacy file of a multimodal processor:
-    the published Qwen3-Omni has only that.
+    some published checkpoints have only that.
     """
     jinja = _file(model, "chat_template.jinja")
     if jinja is not None:

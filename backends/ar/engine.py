@@ -152,6 +152,7 @@ class ArEngine:
         self._feed = feed
         self._wake = context.wake
         self._prompts = prompts(self.llm.engine.renderer.get_tokenizer())
+        self.llm.warm_up()
 
     def on_tapped(self, tapped: Sequence[TappedRows]) -> None:
         """Hand hidden rows to their runs' feeds. Rows that a preempted run computes again were sent before."""

@@ -12,7 +12,7 @@ from vllm.outputs import RequestOutput
 
 from triton_omni.backends.ar.load import load_llm
 from triton_omni.backends.ar.options import ArOptions
-from triton_omni.backends.ar.params import REFUSALS, refusal_of
+from triton_omni.backends.ar.params import REFUSALS, RUN_KEY, refusal_of
 from triton_omni.backends.ar.upstream import scheduler_record
 from triton_omni.backends.core.engine import EngineEvent, EngineFailed, EngineFinished, Run
 from triton_omni.backends.core.errors import BadRequest, StageFailed
@@ -57,6 +57,14 @@ class Llm:
         except REFUSALS as error:
             raise refusal_of(error, field()) from None
         return scheduler_record(self.engine, key)
+
+    def warm_up(self) -> None:
+        """Run one request with log-probabilities: on a GPU vLLM compiles their kernel at first use, 18 s in which no
+        run advances."""
+        params = SamplingParams(max_tokens=1, logprobs=1, extra_args={RUN_KEY: "warm-up"})
+        self.engine.add_request("warm-up", TokensPrompt(prompt_token_ids=[0]), params)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
 
     def abort(self, key: str) -> None:
         self.engine.abort_request([key])

@@ -102,6 +102,6 @@ def _tag(function: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "type": "tag",
         "begin": f'{OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": ',
-        "content": {"type": "json_schema", "json_schema": schema},
+        "content": {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1},  # see load.py
         "end": f"}}\n{CLOSE}",
     }

@@ -29,6 +29,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from triton_omni.backends.ar import upstream_v2
+from triton_omni.backends.ar.graph_check import fall_back_if_graphs_differ
 from triton_omni.backends.ar.hooks import (
     CONTROL_EVENTS,
     MODEL,
@@ -169,6 +170,12 @@ class RankWorker(Worker):  # pyright: ignore[reportGeneralTypeIssues]
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with tell_reason(self.rank):
             super().load_model(*args, **kwargs)
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        if type(self.model_runner).__module__ in V1_RUNNERS:
+            fall_back_if_graphs_differ(self.model_runner)
+        return times
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         with die_on_error(self.rank):

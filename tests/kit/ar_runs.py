@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 
+from tests.kit.gpu_devices import BUILD
 from triton_omni.backends.core.engine import EngineFailed, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
 from triton_omni.backends.core.pipeline import EngineContext
@@ -26,7 +27,7 @@ STEP_LIMIT = 3000
 GRAMMAR_S = 60.0
 
 
-def make_engine(folder, device="cpu", wake=lambda: None, **options):
+def make_engine(folder, device=BUILD, wake=lambda: None, **options):
     given = {"model": str(folder), "dtype": "float32", "kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 8} | options
     return thinker_engine(EngineContext("chat", "thinker", given, device, wake=wake))
 

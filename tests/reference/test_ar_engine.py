@@ -48,8 +48,24 @@ def woken():
 
 
 @pytest.fixture(scope="module")
-def engine(folder, woken):
-    engine = make_engine(folder, wake=woken.set)
+def logprobs_at_load():
+    """An item for each step of the engine's load that computed log-probabilities."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def engine(folder, woken, logprobs_at_load):
+    from vllm.v1.sample.sampler import Sampler
+
+    gather = Sampler.gather_logprobs
+
+    def counted(*args, **more):
+        logprobs_at_load.append(1)
+        return gather(*args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sampler, "gather_logprobs", staticmethod(counted))
+        engine = make_engine(folder, wake=woken.set)
     yield engine
     engine.close()
     gc.collect()
@@ -392,3 +408,8 @@ def test_a_long_transcript_is_refused_like_a_long_message(engine):
         engine.feed(run, {"index": 0, "text": "fox " * 3000}, True)
     assert caught.value.where == "messages"
     assert not engine.has_work
+
+
+def test_log_probabilities_are_computed_once_at_load(engine, logprobs_at_load):
+    """On a GPU vLLM compiles their kernel at first use, in a step that all runs wait for."""
+    assert logprobs_at_load == [1]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.engine_chain import Chain
+from tests.kit.gpu_devices import VLLM_DEVICES
 from tests.kit.omni_chats import check, engines
 from tests.kit.omni_media import CASES, our_request, see
 from tests.kit.tiny_omni import Reference, tiny_omni
@@ -33,10 +34,10 @@ def reference(folder):
     return {name: see(model, case) for name, case in CASES.items()}
 
 
-@pytest.fixture(scope="module")
-def chain(folder):
+@pytest.fixture(scope="module", params=VLLM_DEVICES)
+def chain(request, folder):
     limits = {"limit_mm_per_prompt": {"audio": 2, "image": 2, "video": 1}}
-    chain = Chain(PIPELINE, engines(folder, limits | {"max_num_batched_tokens": 1024}))
+    chain = Chain(PIPELINE, engines(folder, limits | {"max_num_batched_tokens": 1024}, device=request.param))
     yield chain
     chain.close()
     gc.collect()
