@@ -121,13 +121,23 @@ def run_name(pid: int) -> str:
 
 def start_time(pid: int) -> int:
     """When a process started, in clock ticks since boot; with the pid it is unique. 0 for a dead one or a zombie."""
+    fields = _status_fields(pid)
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """True for a process that a signal (SIGSTOP) has stopped; one that a debugger holds does not count."""
+    return pid > 0 and _status_fields(pid)[0] == "T"
+
+
+def _status_fields(pid: int) -> list[str]:
+    """/proc's fields of a process from its state on; state X if it is dead."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
-        return 0
+        return ["X"]
     # the second field is the program's name in brackets and may hold anything
-    fields = text.rpartition(")")[2].split()
-    return 0 if fields[0] in "ZX" else int(fields[19])
+    return text.rpartition(")")[2].split()
 
 
 def _check_private(path: Path) -> None:

@@ -142,7 +142,7 @@ class TritonPythonModel:
         worker_process = self._worker_process
         ready_s = 0.0 if worker_process.ready_s is None else worker_process.ready_s - worker_process.started_s
         self._heartbeat.update(
-            worker_process.state, worker_process.pid, worker_process.restarts, ready_s, worker_process.gpu_paths
+            self._loop.state, worker_process.pid, worker_process.restarts, ready_s, worker_process.gpu_paths
         )
         if self._loop.start_decided:
             self._settled.set()

@@ -61,6 +61,19 @@ def serves_its_live_limit(toy: RunningServer) -> None:
     assert [life.ends for life in lives] == [["length"]] * limit
 
 
+def test_a_stopped_worker_is_not_ready_and_comes_back(toy: RunningServer) -> None:
+    """It was `ready` until hang_s, and every request waited for it."""
+    wait_for(lambda: health(toy)["ready"], 60, "ready")
+    stopped = toy.instance("toy_wave").worker_pid
+    os.kill(stopped, signal.SIGSTOP)
+    wait_for(lambda: health(toy)["stages"]["wave"]["state"] == "stuck", 5, "health tells the truth")
+    refused = run_one(toy.grpc, Plan(body(3), timeout_s=20)).ends
+    assert refused == ["error [unavailable:wave] the stage's worker is stopped"]
+    assert run_one(toy.grpc, Plan(body(3, ("text",)))).ends == ["length"], "text goes on"
+    wait_for(lambda: health(toy)["ready"] and toy.instance("toy_wave").worker_pid != stopped, 60, "a new worker")
+    assert run_one(toy.grpc, Plan(body(3))).ends == ["length"]
+
+
 def test_worker_that_kills_itself_and_one_that_raises(toy: RunningServer) -> None:
     def restarts(stage: str) -> int:
         return health(toy)["stages"][stage]["restarts"]
