@@ -40,6 +40,7 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     total_s            from arrival to end
     max_request_bytes  size of the request's JSON
     max_media_bytes    size of all media tensors of a request together
+    engine             engine options of the stages that check requests before admission, written by `make repository`
     max_output_bytes   output waiting to be taken by Triton, per request: a slow reader ends with an error
     """
 
@@ -52,6 +53,7 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     max_request_bytes: Count = 1 << 20
     max_media_bytes: Count = 256 << 20
     max_output_bytes: Count = 256 << 20
+    engine: dict[str, dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
         for name in ("queue_s", "first_output_s", "stall_s", "total_s"):

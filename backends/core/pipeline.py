@@ -22,6 +22,10 @@ def no_environment(context: EngineContext) -> Mapping[str, str]:
     return {}
 
 
+def accept_all(request: GenerateRequest, engine: Mapping[str, Any]) -> None:
+    """The check of a stage that refuses nothing before it runs."""
+
+
 def whole_chunk(chunk: Chunk) -> Chunk:
     """The adapter of an edge whose consumer reads chunks as they are."""
     return chunk
@@ -52,6 +56,8 @@ class Stage:
     outputs  tensors its chunks and outputs carry
     media    kind of media this entry stage consumes; it is opened only for requests that bring some
     params   typed parameters of a request that this stage takes: "image" is all of them, "speech.voice" is one
+    check    raises BadRequest, naming the field, for requests that an engine with these options of deploy.yaml would
+             refuse; the orchestrator calls it before admission
     """
 
     name: str
@@ -61,6 +67,7 @@ class Stage:
     outputs: tuple[TensorSpec, ...] = ()
     media: str = ""
     params: tuple[str, ...] = ()
+    check: Callable[[GenerateRequest, Mapping[str, Any]], None] = accept_all
 
 
 @dataclass(frozen=True)

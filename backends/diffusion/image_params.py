@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks image parameters and fills in defaults. Imports no torch.
 
-`resolve` holds every rule that needs no model. A pipeline's `check` calls it in the orchestrator's stub, before
-admission; the engine calls it again with the limits of its checkpoint.
+`resolve` holds every rule that needs no model. The stage's `check` calls it in the orchestrator, before admission, with
+the limits of the deploy file; the engine calls it again with those of its checkpoint.
 """
 
 from __future__ import annotations
@@ -73,6 +73,12 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     def source_tokens(self) -> int:
         """Tokens of the latents of all source images."""
         return sum(_tokens(width, height) for width, height in self.source_sizes)
+
+    @property
+    def pixel_steps(self) -> int:
+        """Work in pixels: all images and their source images, for every step and guidance branch."""
+        pixels = self.n * (self.image_tokens + self.source_tokens) * SIZE_MULTIPLE**2
+        return pixels * self.steps * (2 if self.has_guidance else 1)
 
     @property
     def has_guidance(self) -> bool:
@@ -256,6 +262,12 @@ def _check_counts(spec: ImageSpec, limits: ImageLimits, at: FieldName) -> None:
     if spec.n * spec.width * spec.height > limits.max_total_pixels:
         size = f"{spec.n} images of {spec.width}x{spec.height}"
         raise BadRequest(f"all images together must be at most {limits.max_total_pixels} pixels (got {size})", at("n"))
+    if spec.pixel_steps > limits.max_pixel_steps:
+        raise BadRequest(
+            f"pixels x steps of all images, source images and guidance branches must be at most "
+            f"{limits.max_pixel_steps} (got {spec.pixel_steps})",
+            at("steps"),
+        )
     _check_range(spec.partial_images, 0, limits.max_partial_images, at("partial_images"))
     _check_range(spec.preview_every, 0, limits.max_steps, at("preview_every"))
     if spec.partial_images and spec.preview_every:

@@ -33,6 +33,7 @@ class ImageLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     min_steps          at least 2: with a fixed last sigma the schedule of one step divides zero by zero
     max_total_pixels   pixels of all `n` images of a request
+    max_pixel_steps    work of a request: pixels of all images and source images, times steps and guidance branches
     max_source_images  images to edit that a request may bring; a checkpoint may allow fewer
     masks              whether a request may bring a mask; a checkpoint may not support it
     """
@@ -42,6 +43,7 @@ class ImageLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_images: Annotated[int, msgspec.Meta(ge=1, le=10)] = 10
     max_partial_images: Annotated[int, msgspec.Meta(ge=0, le=3)] = 3
     max_total_pixels: Count = 8 * 1024 * 1024
+    max_pixel_steps: Count = 100 * 8 * 1024 * 1024
     min_steps: Annotated[int, msgspec.Meta(ge=2)] = 2
     max_source_images: Annotated[int, msgspec.Meta(ge=0, le=MAX_SOURCE_IMAGES)] = 3
     masks: bool = True
@@ -169,6 +171,8 @@ def _conflicts(options: DiffusionOptions) -> tuple[tuple[bool, str], ...]:
         (bool(defaults.lora) and defaults.lora not in options.loras, f"defaults.lora: loras has no '{defaults.lora}'"),
         (defaults.width * defaults.height > limits.max_pixels, "defaults.width, height: more than limits.max_pixels"),
         (limits.max_total_pixels < limits.max_pixels, "limits.max_total_pixels: less than limits.max_pixels"),
+        (2 * defaults.steps * defaults.width * defaults.height > limits.max_pixel_steps,
+         "defaults.width, height, steps: more than limits.max_pixel_steps"),
         (not limits.min_steps <= defaults.steps <= limits.max_steps,
          "defaults.steps: must be from limits.min_steps to limits.max_steps"),
     )  # fmt: skip

@@ -11,16 +11,12 @@ import msgspec
 
 from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.engine import Engine
-from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest
 from triton_omni.backends.core.pipeline import EngineContext, Operation, Output, Pipeline, Stage
 from triton_omni.backends.diffusion.image_params import resolve
 from triton_omni.backends.diffusion.options import SIZE_MULTIPLE, ImageDefaults, ImageLimits
 
 STAGE = "denoiser"
-
-MAX_LIMITS = ImageLimits(max_pixels=4096 * 4096, max_total_pixels=10 * 4096 * 4096)
-"""Upper bounds of what a deploy file can allow."""
 
 
 def image_pipeline(name: str, package_dir: str, about: Mapping[str, Any], max_source_images: int = 0) -> Pipeline:
@@ -29,23 +25,22 @@ def image_pipeline(name: str, package_dir: str, about: Mapping[str, Any], max_so
     inputs = (TensorSpec("image", "uint8", (-1,)),) if max_source_images else ()
     outputs = (TensorSpec("image", "uint8", (-1, -1, 3)),)
     operations = ("image", "chat", "edit") if max_source_images else ("image", "chat")
+    engine, own_check = partial(_engine, package_dir), partial(check, max_source_images)
     return Pipeline(
         name=name,
-        stages=(Stage(STAGE, partial(_engine, package_dir), inputs=inputs, outputs=outputs, params=("image",)),),
+        stages=(Stage(STAGE, engine, inputs=inputs, outputs=outputs, params=("image",), check=own_check),),
         edges=(),
         outputs=(Output("image", STAGE),),
         operations=tuple(Operation(operation, STAGE, ("image",)) for operation in operations),
-        check=partial(check, msgspec.structs.replace(MAX_LIMITS, max_source_images=max_source_images)),
         about={"size_multiple": SIZE_MULTIPLE} | dict(about),
     )
 
 
-def check(limits: ImageLimits, request: GenerateRequest) -> None:
-    """Refuse what no engine of such a pipeline can do; raises BadRequest naming the field."""
-    for stage in request.stages:
-        if stage != STAGE:
-            raise BadRequest(f"unknown stage '{stage}'; this pipeline has: {STAGE}", f"stages.{stage}")
-    resolve(request, STAGE, limits, ImageDefaults())
+def check(max_source_images: int, request: GenerateRequest, engine: Mapping[str, Any]) -> None:
+    """Apply the deploy file's limits; raises BadRequest naming the field."""
+    limits = msgspec.convert(engine.get("limits", {}), ImageLimits)
+    limits = msgspec.structs.replace(limits, max_source_images=min(max_source_images, limits.max_source_images))
+    resolve(request, STAGE, limits, msgspec.convert(engine.get("defaults", {}), ImageDefaults))
 
 
 def _engine(package_dir: str, context: EngineContext) -> Engine:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import MAX_REQUEST_ID_CHARS, GenerateRequest, Part
@@ -20,8 +22,14 @@ def check_request_id(request_id: str) -> None:
         raise BadRequest("a request id must not contain control characters", "id")
 
 
-def check_request(pipeline: Pipeline, request: GenerateRequest, media: Mapping[str, int]) -> None:
-    """Check a request against its pipeline; `media` gives the number of elements of each media tensor sent."""
+def check_request(
+    pipeline: Pipeline,
+    request: GenerateRequest,
+    media: Mapping[str, int],
+    engine: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:
+    """Check a request against its pipeline; `media` gives the number of elements of each media tensor sent, `engine`
+    the engine options of stages that check requests."""
     pipeline.operation(request)
     _check_kinds(pipeline, request)
     pipeline.check(request)
@@ -31,6 +39,9 @@ def check_request(pipeline: Pipeline, request: GenerateRequest, media: Mapping[s
         if stage not in {s.name for s in pipeline.stages}:
             known = ", ".join(s.name for s in pipeline.stages)
             raise BadRequest(f"unknown stage '{stage}'; stages: {known}", f"stages.{stage}")
+    for stage in pipeline.stages:
+        if stage.name in pipeline.needed(request):
+            stage.check(request, engine.get(stage.name, {}))
     _check_media(request, media)
     unused = [name for name in MEDIA if media.get(name) and name not in request.media()]
     if unused:

@@ -76,7 +76,7 @@ class Door:
         front.fail(error)
 
     def _queue(self, arrival: Arrival) -> None:
-        check_request(self._pipeline, arrival.request, arrival.media)
+        check_request(self._pipeline, arrival.request, arrival.media, self._deploy.engine)
         machine = life.RequestMachine(
             self._pipeline, self._pipeline.wanted(arrival.request), self._pipeline.needed(arrival.request)
         )

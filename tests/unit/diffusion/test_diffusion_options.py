@@ -4,22 +4,29 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from tests.kit.orchestrator_harness import scene
+from triton_omni.backends.config.load import load_deploy
+from triton_omni.backends.config.schema import OrchestratorDeploy, from_parameters
 from triton_omni.backends.core.engine import OptionsError
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, ImageParams, Message, Part, Sampling
 from triton_omni.backends.core.pipeline import Pipeline
 from triton_omni.backends.diffusion.image_params import resolve
 from triton_omni.backends.diffusion.options import ImageDefaults, ImageLimits, read_options
+from triton_omni.backends.orchestrator.check import check_request
 from triton_omni.backends.pipelines.image.pipeline import PIPELINE
 from triton_omni.backends.pipelines.qwen_image.pipeline import PIPELINE as QWEN_IMAGE
 from triton_omni.backends.pipelines.qwen_image_edit.pipeline import PIPELINE as EDITS
+from triton_omni.backends.repository import deploy_files, repository_files
 
 STAGE = "denoiser"
 SMALL = ImageLimits(max_pixels=1024 * 1024, max_total_pixels=2 * 1024 * 1024)
@@ -27,6 +34,11 @@ SMALL = ImageLimits(max_pixels=1024 * 1024, max_total_pixels=2 * 1024 * 1024)
 
 def request(prompt: str = "a red 7", sampling: Sampling | None = None, **options: Any) -> GenerateRequest:
     return GenerateRequest(operation="image", input=prompt, stages={STAGE: options}, sampling=sampling or Sampling())
+
+
+def check(pipeline: Pipeline, checked: GenerateRequest, **limits: int) -> None:
+    """What the orchestrator does before admission, with these limits of a deploy file."""
+    check_request(pipeline, checked, dict.fromkeys(checked.media(), 10_000), {STAGE: {"limits": limits}})
 
 
 def refusal(refused: GenerateRequest, limits: ImageLimits = SMALL) -> BadRequest:
@@ -105,18 +117,18 @@ def test_refused_option_is_named(options: dict[str, Any], field: str, message: s
         ({"seed": 2**64}, "seed"),
     ],
 )
-def test_pipeline_check_refuses_it(pipeline: Pipeline, options: dict[str, Any], field: str) -> None:
+def test_pipeline_refuses_it_before_admission(pipeline: Pipeline, options: dict[str, Any], field: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        pipeline.check(request(**options))
+        check(pipeline, request(**options))
     assert caught.value.where == f"stages.{STAGE}.{field}"
 
 
 @pytest.mark.parametrize("pipeline", [PIPELINE, QWEN_IMAGE, EDITS], ids=lambda p: p.name)
 def test_pipeline_check_refuses_an_empty_prompt_only(pipeline: Pipeline) -> None:
     with pytest.raises(BadRequest, match="must not be empty"):
-        pipeline.check(request(""))
+        check(pipeline, request(""))
     for prompt in ("{0} {x}", "七 \U0001f600", "x<|im_end|>"):
-        pipeline.check(request(prompt, true_cfg_scale=4.0))
+        check(pipeline, request(prompt, true_cfg_scale=4.0))
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n"])
@@ -156,7 +168,7 @@ def test_chat_prompt_is_the_last_user_message() -> None:
         ),
         modalities=("image",),
     )
-    PIPELINE.check(chat)
+    check(PIPELINE, chat)
     assert PIPELINE.wanted(chat) == {"image"}
     assert PIPELINE.needed(chat) == {STAGE}
     assert resolve(chat, STAGE, SMALL, ImageDefaults()).prompt == "a red 7"
@@ -168,7 +180,7 @@ def test_chat_prompt_is_the_last_user_message() -> None:
 )
 def test_chat_without_text_is_refused(messages: tuple[Message, ...]) -> None:
     with pytest.raises(BadRequest) as caught:
-        PIPELINE.check(GenerateRequest(messages=messages))
+        check(PIPELINE, GenerateRequest(messages=messages))
     assert caught.value.where.startswith("messages")
 
 
@@ -181,7 +193,7 @@ def edit(*parts: Part) -> GenerateRequest:
 
 
 def test_edit_inputs_come_from_the_last_user_message() -> None:
-    EDITS.check(edit(IMAGE, MASK))
+    check(EDITS, edit(IMAGE, MASK))
     spec = resolve(edit(IMAGE, IMAGE, MASK), STAGE, SMALL, ImageDefaults(source_pixels=512 * 512))
     assert (spec.prompt, spec.source_images, spec.mask) == ("a fox", (IMAGE, IMAGE), MASK)
     assert (spec.width, spec.height) == spec.source_sizes[0] == (576, 448)
@@ -204,7 +216,7 @@ def test_edit_inputs_come_from_the_last_user_message() -> None:
 )
 def test_invalid_edit_is_refused_by_the_pipeline(parts: tuple[Part, ...], field: str, message: str) -> None:
     with pytest.raises(BadRequest, match=message) as caught:
-        EDITS.check(edit(*parts))
+        check(EDITS, edit(*parts), max_source_images=16)
     assert caught.value.where == field
 
 
@@ -215,11 +227,60 @@ def test_text_to_image_pipeline_has_no_edit_operation() -> None:
 
 
 def test_pipeline_check_names_unknown_stages() -> None:
-    PIPELINE.check(request("{0} {x} 七 \U0001f600", width=64, height=64, steps=2))
+    check(PIPELINE, request("{0} {x} 七 \U0001f600", width=64, height=64, steps=2))
     with pytest.raises(BadRequest, match="multiple of 16"):
-        PIPELINE.check(request(width=70))
+        check(PIPELINE, request(width=70))
     with pytest.raises(BadRequest, match="unknown stage 'denoise'"):
-        PIPELINE.check(GenerateRequest(operation="image", input="x", stages={"denoise": {}}))
+        check(PIPELINE, GenerateRequest(operation="image", input="x", stages={"denoise": {}}))
+
+
+MUCH = {"steps": 200, "negative_prompt": "", "true_cfg_scale": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "image", "field"),
+    [
+        (PIPELINE, {"width": 1040, "height": 1024}, "image.width"),
+        (PIPELINE, {"n": 3, "width": 1024, "height": 1024}, "image.n"),
+        (PIPELINE, {"n": 2, "width": 1024, "height": 512, **MUCH}, "image.steps"),
+        (PIPELINE, {"steps": 201}, "image.steps"),
+        (QWEN_IMAGE, {"width": 2048, "height": 2048}, "image.width"),
+        (QWEN_IMAGE, {"n": 7, "width": 1328, "height": 1328}, "image.n"),
+        (QWEN_IMAGE, {"n": 2, "width": 1328, "height": 1328, **MUCH}, "image.steps"),
+        (EDITS, {"partial_images": 4}, "image.partial_images"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_limits_of_the_deploy_file_apply_before_admission(
+    pipeline: Pipeline, image: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    """The orchestrator gets the options from its own config.pbtxt; a running request holds the only place."""
+    (file,) = deploy_files(pipeline.name)
+    (stage,) = load_deploy(file, pipeline).stages.values()
+    config = repository_files(pipeline, load_deploy(file, pipeline))[f"{pipeline.name}/config.pbtxt"]
+    (written,) = re.findall(r'key: "engine.denoiser" value: { string_value: "(.*)" }', config)
+    engine = from_parameters({"engine.denoiser": written.replace('\\"', '"')}, OrchestratorDeploy, "").engine
+    assert engine == {STAGE: stage.engine}
+    with scene(tmp_path, pipeline, max_live=1, engine=engine) as s:
+        running, waiting = s.ask(request()), s.ask(request())
+        refused = s.ask(GenerateRequest(operation="image", input="a red 7", image=ImageParams(**image)))
+        assert isinstance(refused.failed, BadRequest)
+        assert refused.failed.where == field
+        assert not running.over
+        assert not waiting.over
+
+
+def test_work_of_a_request_counts_images_sources_steps_and_guidance() -> None:
+    defaults = ImageDefaults(width=64, height=64, source_pixels=128 * 128)
+    limits = ImageLimits(max_pixel_steps=2 * 64 * 64 * 10)
+    assert resolve(request(n=2, steps=10), STAGE, limits, defaults).pixel_steps == 2 * 64 * 64 * 10
+    for more in ({"n": 3, "steps": 10}, {"n": 2, "steps": 11}, {"n": 2, "steps": 10, "negative_prompt": ""}):
+        with pytest.raises(BadRequest, match="must be at most 81920 ") as caught:
+            resolve(request(**more), STAGE, limits, defaults)
+        assert caught.value.where == f"stages.{STAGE}.steps"
+    square = Part("image", length=12, shape=(2, 2, 3))
+    whole = msgspec.structs.replace(edit(square), image=ImageParams(steps=3))
+    assert resolve(whole, STAGE, SMALL, defaults).pixel_steps == 2 * 128 * 128 * 3
 
 
 def test_unknown_engine_option_is_named_with_the_nearest_key() -> None:
@@ -245,6 +306,10 @@ def test_unknown_engine_option_is_named_with_the_nearest_key() -> None:
         ({"limits": {"max_pixels": 4096}}, "defaults.width"),
         ({"limits": {"max_pixels": 1 << 21, "max_total_pixels": 4096}}, "max_total_pixels"),
         ({"limits": {"max_steps": 20}}, "defaults.steps"),
+        (
+            {"limits": {"max_pixel_steps": 100_000_000}},
+            "defaults.width, height, steps: more than limits.max_pixel_steps",
+        ),
     ],
 )
 def test_conflicting_engine_options_are_named(options: dict[str, Any], message: str) -> None:
