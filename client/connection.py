@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+import msgspec
 import numpy as np
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
@@ -90,15 +91,19 @@ class AsyncClient:
     async def abort(self, pipeline: str, request_id: str) -> int:
         """End every live request that has this id; returns how many there were."""
         end = await self._control(pipeline, GenerateRequest(operation="abort", target=request_id))
-        return int(end.event.meta.get("aborted", 0))
+        return end.event.aborted or 0
 
     async def health(self, pipeline: str) -> dict[str, Any]:
         """The pipeline's own word on its state: ready, stages, live, queued, about. Raises OmniError."""
-        return (await self._control(pipeline, GenerateRequest(operation="health"))).event.meta
+        return await self._status(pipeline, "health")
 
     async def requests(self, pipeline: str) -> dict[str, Any]:
         """As `health`, with the list of `requests` in work. Raises OmniError."""
-        return (await self._control(pipeline, GenerateRequest(operation="requests"))).event.meta
+        return await self._status(pipeline, "requests")
+
+    async def _status(self, pipeline: str, operation: str) -> dict[str, Any]:
+        answer = await self._control(pipeline, GenerateRequest(operation=operation))
+        return msgspec.to_builtins(answer.event.status)
 
     async def models(self) -> list[Model]:
         """Public models in the server's repository, ready or not. Raises OmniError, also if the index is restricted."""

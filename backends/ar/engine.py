@@ -29,6 +29,7 @@ from triton_omni.backends.ar.tools import ANY, CallScanner, check_tools, forced_
 from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFailed, EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest, ErrorInfo, StageFailed
 from triton_omni.backends.core.generate import Sampling
+from triton_omni.backends.core.outputs import Candidate, FunctionCall, TextPiece, TokenLogprob, TranscriptPiece
 from triton_omni.backends.core.pipeline import EngineContext
 
 log = logging.getLogger("triton_omni.ar")
@@ -85,7 +86,7 @@ class TextFeed:
 
     def chunks(self, output: RequestOutput) -> Iterable[EngineChunk]:
         text = output.outputs[0].text
-        return (EngineChunk(self._run, meta={"text": text}),) if text else ()
+        return (EngineChunk(self._run, piece=TextPiece(text)),) if text else ()
 
 
 @dataclass(eq=False, slots=True)
@@ -112,7 +113,7 @@ class ArRunState:
     completion_tokens: int = 0
     cached_tokens: int = 0
     held_ids: list[int] = field(default_factory=list[int])
-    held_logprobs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    held_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
 
     @property
     def grammar_field(self) -> str:
@@ -178,11 +179,11 @@ class ArEngine:
             self._start(state)
         run.state = state
 
-    def feed(self, run: Run, inputs: Any, last: bool) -> bool:
-        """Take {"index": audio part, "text": transcript}; the run starts when every upstream edge has ended."""
+    def feed(self, run: Run, inputs: TranscriptPiece | None, last: bool) -> bool:
+        """Take the transcript of an audio part; the run starts when every upstream edge has ended."""
         state: ArRunState = run.state
-        if inputs:
-            state.transcripts[inputs["index"]] = inputs["text"]
+        if inputs is not None:
+            state.transcripts[inputs.part] = inputs.text
         if last:
             state.waiting_for -= 1
             if not state.waiting_for:
@@ -275,14 +276,10 @@ class ArEngine:
             events.append(self._end(state, completion.finish_reason))
         return events
 
-    def _output(self, state: ArRunState, text: str, calls: list[dict[str, str]]) -> EngineOutput:
-        meta: dict[str, Any] = {"text": text, "token_ids": state.held_ids}
-        if calls:
-            meta["tool_calls"] = calls
-        if state.held_logprobs:
-            meta["logprobs"] = state.held_logprobs
+    def _output(self, state: ArRunState, text: str, calls: list[FunctionCall]) -> EngineOutput:
+        piece = TextPiece(text, tuple(state.held_ids), tuple(state.held_logprobs), tuple(calls))
         state.held_ids, state.held_logprobs = [], []
-        return EngineOutput(state.run, "text", meta=meta)
+        return EngineOutput(state.run, piece)
 
     def _end(self, state: ArRunState, reason: str | None) -> EngineEvent:
         if reason == "stop" and state.scanner is not None and state.scanner.calls_seen:
@@ -295,13 +292,13 @@ class ArEngine:
         return self.llm.end_of(state.run, reason, state.usage())
 
 
-def _logprobs(completion: CompletionOutput) -> list[dict[str, Any]]:
+def _logprobs(completion: CompletionOutput) -> list[TokenLogprob]:
     """One entry per token: its id, text, log-probability and the most probable alternatives, best first."""
-    entries: list[dict[str, Any]] = []
+    entries: list[TokenLogprob] = []
     for token_id, candidates in zip(completion.token_ids, completion.logprobs or (), strict=False):
         assert candidates is not None, "None stands for a prompt's first token only"
         ranked = sorted(candidates.items(), key=lambda item: item[1].rank or 0)
-        top = [{"token_id": i, "token": c.decoded_token or "", "logprob": c.logprob} for i, c in ranked]
-        chosen = next(entry for entry in top if entry["token_id"] == token_id)
-        entries.append(chosen | {"top": top})
+        top = tuple(Candidate(i, c.decoded_token or "", c.logprob) for i, c in ranked)
+        chosen = next(candidate for candidate in top if candidate.token_id == token_id)
+        entries.append(TokenLogprob(token_id, chosen.token, chosen.logprob, top))
     return entries

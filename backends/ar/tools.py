@@ -11,6 +11,7 @@ from typing import Any
 from triton_omni.backends.ar.schemas import check_schema
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.outputs import FunctionCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ANY, MUST = "auto", "required"
@@ -23,11 +24,11 @@ class CallScanner:
         self._held = ""
         self.calls_seen = 0
 
-    def feed(self, text: str, last: bool) -> tuple[str, list[dict[str, str]]]:
+    def feed(self, text: str, last: bool) -> tuple[str, list[FunctionCall]]:
         """(text for the client, complete calls); after `last` nothing is held back."""
         self._held += text
         visible: list[str] = []
-        calls: list[dict[str, str]] = []
+        calls: list[FunctionCall] = []
         while (begin := self._held.find(OPEN)) >= 0 and (end := self._held.find(CLOSE, begin)) >= 0:
             call = _call(self._held[begin + len(OPEN) : end])
             end += len(CLOSE)
@@ -49,7 +50,7 @@ def _safe_length(text: str) -> int:
     return len(text[:begin].rstrip())
 
 
-def _call(text: str) -> dict[str, str] | None:
+def _call(text: str) -> FunctionCall | None:
     """The call that a JSON text stands for, if it is one."""
     try:
         value = json.loads(text)
@@ -62,7 +63,7 @@ def _call(text: str) -> dict[str, str] | None:
         (name + encoded).encode()  # JSON can hold half of a surrogate pair, UTF-8 cannot
     except (ValueError, RecursionError):
         return None
-    return {"id": f"call_{secrets.token_hex(12)}", "name": name, "arguments": encoded}
+    return FunctionCall(f"call_{secrets.token_hex(12)}", name, encoded)
 
 
 def check_tools(request: GenerateRequest) -> None:

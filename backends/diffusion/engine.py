@@ -25,7 +25,7 @@ from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.diffusion.calibrate import measure_step_cost
 from triton_omni.backends.diffusion.forward import COMPUTE_ERRORS, Prediction
 from triton_omni.backends.diffusion.image_params import MAX_SEED, ImageSpec, field_name, resolve
-from triton_omni.backends.diffusion.image_run import ImageRun, PendingDecode, image_meta, usage
+from triton_omni.backends.diffusion.image_run import ImageRun, PendingDecode, image_piece, usage
 from triton_omni.backends.diffusion.memory import admit
 from triton_omni.backends.diffusion.model import ImageModel, find_model
 from triton_omni.backends.diffusion.options import read_options
@@ -147,7 +147,7 @@ class DiffusionEngine:
             self._fail(image_run, f"decode failed: {error}", events)
             return
         for image in images:
-            events.append(EngineOutput(image_run.run, "image", (Tensor.of("image", image),), image_meta(decode)))
+            events.append(EngineOutput(image_run.run, image_piece(decode), (Tensor.of("image", image),)))
             decode.index += 1
         if decode.index < len(decode.latents):
             self._decodes.append(decode)
@@ -158,8 +158,8 @@ class DiffusionEngine:
     def _send_fast_preview(self, decode: PendingDecode, events: list[EngineEvent]) -> None:
         image_run = decode.image_run
         for image in self.model.preview(decode.latents, image_run.spec.width, image_run.spec.height):
-            meta = image_meta(decode) | {"preview": "fast"}
-            events.append(EngineOutput(image_run.run, "image", (Tensor.of("image", image),), meta))
+            piece = image_piece(decode, preview="fast")
+            events.append(EngineOutput(image_run.run, piece, (Tensor.of("image", image),)))
             decode.index += 1
 
     # --- batch ---------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class DiffusionEngine:
             preview_steps, step = image_run.spec.preview_steps, image_run.step + 1
             try:
                 preview = self.model.update(image_run, prediction, step in preview_steps)
-                events.append(EngineProgress(image_run.run, {"step": step, "steps": image_run.spec.steps}))
+                events.append(EngineProgress(image_run.run, step, image_run.spec.steps))
                 if preview is not None:
                     self._preview(PendingDecode(image_run, preview, 0, step, preview_steps.index(step)), events)
             except COMPUTE_ERRORS as error:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from triton_omni.backends.core.engine import Run
+from triton_omni.backends.core.outputs import ImagePiece
 from triton_omni.backends.diffusion.image_params import ImageSpec
 from triton_omni.backends.diffusion.options import SIZE_MULTIPLE
 from triton_omni.backends.diffusion.text import EncodeTasks, Prompt
@@ -141,22 +142,22 @@ class PendingDecode:
     partial: int | None
 
 
-def image_meta(decode: PendingDecode) -> dict[str, Any]:
-    """Metadata of an image output."""
+def image_piece(decode: PendingDecode, preview: str = "") -> ImagePiece:
+    """What the next image of `decode` is."""
     spec = decode.image_run.spec
-    meta: dict[str, Any] = {
-        "index": decode.index, "partial": decode.partial is not None, "step": decode.step, "steps": spec.steps,
-        "seed": decode.image_run.seed, "cfg_applied": spec.has_guidance,
-    }  # fmt: skip
-    if spec.lora:
-        meta["lora"] = spec.lora
-    if spec.step_cache:
-        meta["step_cache"] = True
-    if decode.partial is not None:
-        meta["partial_image_index"] = decode.partial
-    if spec.guidance_scale is not None:
-        meta["guidance_scale_applied"] = False
-    return meta
+    return ImagePiece(
+        index=decode.index,
+        partial=decode.partial is not None,
+        partial_image_index=decode.partial,
+        preview=preview,
+        step=decode.step,
+        steps=spec.steps,
+        seed=decode.image_run.seed,
+        cfg_applied=spec.has_guidance,
+        guidance_scale_applied=None if spec.guidance_scale is None else False,
+        lora=spec.lora,
+        step_cache=spec.step_cache,
+    )
 
 
 def usage(image_run: ImageRun) -> dict[str, float]:

@@ -31,6 +31,7 @@ from triton_omni.backends.core.errors import (
     Unavailable,
 )
 from triton_omni.backends.core.generate import encode_request
+from triton_omni.backends.core.outputs import OutputPiece
 from triton_omni.backends.core.pipeline import Pipeline
 from triton_omni.backends.orchestrator.intake import Door
 from triton_omni.backends.orchestrator.metrics import CLIENT, PipelineMetrics
@@ -39,7 +40,7 @@ from triton_omni.backends.orchestrator.request_state import Arrival, RequestStat
 from triton_omni.backends.orchestrator.traces import write
 from triton_omni.backends.telemetry import logs
 from triton_omni.backends.telemetry.traces import traces
-from triton_omni.backends.wire import Event
+from triton_omni.backends.wire import Event, Progress, StageStatus
 
 log = logging.getLogger("triton_omni.orchestrator")
 
@@ -57,7 +58,7 @@ class Orchestrator:
         deploy: OrchestratorDeploy,
         hub: Hub,
         opener: Opener,
-        stage_states: Callable[[], dict[str, dict[str, Any]]],
+        stage_states: Callable[[], dict[str, StageStatus]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pipeline = pipeline
@@ -129,8 +130,8 @@ class Orchestrator:
                     found.peer = peer
             case msg.AcceptedMessage(run=run, address=address):
                 self._on_accepted(peer, run, stage, address)
-            case msg.ProgressMessage(run=run, meta=meta):
-                self._on_progress(run, stage, meta)
+            case msg.ProgressMessage():
+                self._on_progress(item, stage)
             case msg.FinishedMessage(run=run, reason=reason, usage=usage, stats=stats):
                 self._on_told(run, stage, stats)
                 self._apply_to(run, life.RunFinished(stage, reason, usage))
@@ -173,23 +174,28 @@ class Orchestrator:
             peer.release(chunk)
             return
         live.heard_s = self._clock()
-        self._apply(live, life.OutputArrived(chunk.edge.removeprefix(msg.OUTPUT_PREFIX), (peer, chunk)))
+        output = chunk.edge.removeprefix(msg.OUTPUT_PREFIX)
+        if chunk.piece is None or chunk.piece.kind != output:
+            peer.release(chunk)
+            log.error("request %s: a chunk of output %s is no piece of it", live.arrival.request_id, output)
+            return
+        self._apply(live, life.OutputArrived(output, (peer, chunk)))
 
     def _emit(self, live: RequestState, output: str, index: int, item: tuple[Peer, Chunk]) -> None:
         peer, chunk = item
-        nbytes = chunk.nbytes
-        self._count_piece(live, output, chunk, nbytes)
-        live.count(output, chunk)
+        piece, nbytes = chunk.piece, chunk.nbytes
+        assert piece is not None, "the machine emits pieces"
+        self._count_piece(live, output, chunk, piece, nbytes)
+        live.count(piece)
         live.waiting += nbytes
         if live.collected is not None:
-            live.collected.add(chunk)
+            live.collected.add(piece, chunk.tensors)
             peer.release(chunk)
         else:
             stage = self.pipeline.output(output).stage
-            meta = {key: value for key, value in chunk.meta.items() if key != "text"}
-            event = Event(output, live.arrival.request_id, output, stage, index, meta)  # pyright: ignore[reportArgumentType]
+            event = Event(piece.kind, live.arrival.request_id, output, stage, index, piece)
             sent = partial(self.hub.post, partial(self._on_sent, live, peer, chunk, nbytes))
-            live.arrival.front.send(Response(event, chunk.meta.get("text"), chunk.tensors), sent)
+            live.arrival.front.send(Response(event, chunk.tensors), sent)
         if live.waiting > self.deploy.max_output_bytes:
             self._apply(live, life.RequestExpired(_too_much(live, self.deploy.max_output_bytes)))
 
@@ -197,7 +203,7 @@ class Orchestrator:
         peer.release(chunk)
         live.waiting -= nbytes
 
-    def _count_piece(self, live: RequestState, output: str, chunk: Chunk, nbytes: int) -> None:
+    def _count_piece(self, live: RequestState, output: str, chunk: Chunk, piece: OutputPiece, nbytes: int) -> None:
         metrics, now_s = self.metrics, live.heard_s
         sent = live.sent.get(output)
         if sent is None:
@@ -211,18 +217,19 @@ class Orchestrator:
         if chunk.sent_s:
             sent.transfer.transfer_s += now_s - chunk.sent_s
         metrics.pieces.add(1, output)
-        if output == "audio" and chunk.meta.get("sample_rate"):
-            piece_s = sum(tensor.spec.shape[0] for tensor in chunk.tensors) / chunk.meta["sample_rate"]
-            metrics.audio_s.add(piece_s)
-            live.player.hear(now_s, piece_s)
+        if piece.playback_s:
+            metrics.audio_s.add(piece.playback_s)
+            live.player.hear(now_s, piece.playback_s)
 
-    def _on_progress(self, run: bytes, stage: str, meta: dict[str, Any]) -> None:
-        live = self.lives.get(run)
+    def _on_progress(self, message: msg.ProgressMessage, stage: str) -> None:
+        live = self.lives.get(message.run)
         if live is None or live.machine.outcome is not None:
             return
         live.heard_s = self._clock()
         if live.collected is None:
-            live.arrival.front.send(Response(Event("progress", live.arrival.request_id, "", stage, 0, meta)), None)
+            progress = Progress(message.done, message.total)
+            event = Event("progress", live.arrival.request_id, stage=stage, progress=progress)
+            live.arrival.front.send(Response(event), None)
 
     # --- what the machine decides ----------------------------------------------------------------------------------
     def _apply_to(self, run: bytes, event: life.RequestEvent) -> None:

@@ -34,7 +34,7 @@ from triton_omni.backends.stub.worker_process import Command, WorkerProcess
 from triton_omni.backends.triton import tensors
 from triton_omni.backends.triton.logs import use_triton_log
 from triton_omni.backends.triton.metrics import StageMetrics
-from triton_omni.backends.triton.responses import FINAL, error_response, read_request, send_last
+from triton_omni.backends.triton.responses import FINAL, error_response, event_response, read_request, send_last
 from triton_omni.backends.triton.senders import CancelWatch, Senders
 
 log = logging.getLogger("triton_omni.triton")
@@ -226,18 +226,11 @@ class _Caller:
         self._lane(job)
 
     def _piece(self, output: str, index: int, chunk: Chunk) -> Any:
-        stage = self._model.stage
-        meta = {key: value for key, value in chunk.meta.items() if key != "text"}
-        event = wire.Event(
-            output or "chunk",  # pyright: ignore[reportArgumentType]
-            self._request_id, output, stage.name, index, meta,
-        )  # fmt: skip
-        outputs = [tensors.text_output(wire.EVENT, wire.encode_event(event))]
-        if "text" in chunk.meta:
-            outputs.append(tensors.text_output(wire.TEXT_OUTPUT, chunk.meta["text"]))
-        known = {s.name for s in stage.outputs}
-        outputs += [tensors.tensor_output(t) for t in chunk.tensors if t.name in known]
-        return pb.InferenceResponse(outputs)
+        stage, piece = self._model.stage, chunk.piece
+        kind = piece.kind if output and piece is not None else "chunk"
+        event = wire.Event(kind, self._request_id, output, stage.name, index, piece)
+        known = {spec.name for spec in stage.outputs}
+        return event_response(event, [tensor for tensor in chunk.tensors if tensor.name in known])
 
     def _last(self, end: msg.FinishedMessage | msg.FailedMessage | None, pieces: int) -> Any:
         """The last response; None: FINAL alone."""
@@ -246,6 +239,12 @@ class _Caller:
         if isinstance(end, msg.FailedMessage):
             return error_response(end.error.error())
         event = wire.Event(
-            "end", self._request_id, "", self._model.stage.name, pieces, {}, "completed", end.reason, end.usage
+            "end",
+            self._request_id,
+            stage=self._model.stage.name,
+            index=pieces,
+            outcome="completed",
+            finish_reason=end.reason,
+            usage=end.usage,
         )
-        return pb.InferenceResponse([tensors.text_output(wire.EVENT, wire.encode_event(event))])
+        return event_response(event)

@@ -73,11 +73,11 @@ def step(engine, events):
 
 
 def tokens(events):
-    return [t for e in events if isinstance(e, EngineOutput) for t in e.meta["token_ids"]]
+    return [t for e in events if isinstance(e, EngineOutput) for t in e.piece.token_ids]
 
 
 def text(events):
-    return "".join(e.meta["text"] for e in events if isinstance(e, EngineOutput))
+    return "".join(e.piece.text for e in events if isinstance(e, EngineOutput))
 
 
 def end(events):

@@ -49,7 +49,7 @@ def generate_stream(server: RunningServer, model: str = "toy", **body: Any) -> l
 def health(server: RunningServer, pipeline: str = "toy") -> dict[str, Any]:
     """The pipeline's own word on its state."""
     _, answer = generate(server, pipeline, request=json.dumps({"operation": "health"}))
-    return answer["event"]["meta"]
+    return answer["event"]["status"]
 
 
 def idle(server: RunningServer, pipeline: str = "toy") -> bool:

@@ -64,8 +64,8 @@ def generate_latents(engine: Any, runs: Sequence[Run]) -> tuple[list[Any], list[
 
 def images_of(events: Iterable[EngineEvent], run: Run) -> list[np.ndarray]:
     """The run's final images, by index."""
-    found = [e for e in events if isinstance(e, EngineOutput) and e.run is run and not e.meta["partial"]]
-    assert [e.meta["index"] for e in found] == list(range(len(found)))
+    found = [e for e in events if isinstance(e, EngineOutput) and e.run is run and not e.piece.partial]
+    assert [e.piece.index for e in found] == list(range(len(found)))
     return [np.asarray(e.tensors[0].data) for e in found]
 
 

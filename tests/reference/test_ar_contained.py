@@ -13,6 +13,7 @@ from tests.kit.ar_worker import become_ar_worker
 from tests.kit.tiny_checkpoints import tiny_llama
 from triton_omni.backends.core.engine import EngineChunk, EngineFailed, EngineFinished
 from triton_omni.backends.core.errors import StageFailed
+from triton_omni.backends.core.outputs import TextPiece
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.chat.thinker import ChatPromptBuilder
 
@@ -28,7 +29,7 @@ class AsciiFeed:
 
     def chunks(self, output):
         output.outputs[0].text.encode("ascii")
-        return (EngineChunk(self.run, meta={"text": output.outputs[0].text}),)
+        return (EngineChunk(self.run, piece=TextPiece(output.outputs[0].text)),)
 
 
 @pytest.fixture(scope="module")

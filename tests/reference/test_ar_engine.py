@@ -140,10 +140,10 @@ def test_joined_deltas_are_the_text_of_the_tokens(engine):
 def test_no_delta_is_empty_but_one_that_carries_left_over_tokens(engine):
     events = answer(engine, chat(PROMPTS[4], max_tokens=40, feeds=True))
     outputs = [e for e in events if isinstance(e, EngineOutput)]
-    assert all(e.meta["text"] for e in outputs[:-1])
+    assert all(e.piece.text for e in outputs[:-1])
     sends = [e for e in events if isinstance(e, EngineChunk)]
-    assert all(e.meta["text"] for e in sends)
-    assert "".join(e.meta["text"] for e in sends) == text(events)
+    assert all(e.piece.text for e in sends)
+    assert "".join(e.piece.text for e in sends) == text(events)
 
 
 def test_a_stop_string_ends_the_text_just_before_it(engine):
@@ -214,7 +214,7 @@ def test_a_seed_gives_the_same_answer_in_any_batch(engine):
 
 def test_logprobs_come_one_per_token(engine, reference):
     events = answer(engine, chat(PROMPTS[4], max_tokens=12, logprobs=3))
-    entries = [e for event in events if isinstance(event, EngineOutput) for e in event.meta["logprobs"]]
+    entries = [e for event in events if isinstance(event, EngineOutput) for e in event.piece.logprobs]
     assert [e["token_id"] for e in entries] == tokens(events) == reference[4][1][:12]
     for entry in entries:
         best = entry["top"][0]

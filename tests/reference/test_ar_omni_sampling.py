@@ -100,7 +100,7 @@ def test_logprobs_are_transformers(chain, reference):
     import torch
 
     job = answer(chain, request(3, sampling=Sampling(temperature=0.0, max_tokens=CHATS[3][1], logprobs=3)))
-    entries = [e for event in job.events["thinker"] if isinstance(event, EngineOutput) for e in event.meta["logprobs"]]
+    entries = [e for event in job.events["thinker"] if isinstance(event, EngineOutput) for e in event.piece.logprobs]
     ids = torch.tensor([spoken(reference, 3).prompt_ids + job.tokens()])
     with torch.no_grad():
         rows = reference.model.thinker(input_ids=ids).logits[0].log_softmax(-1)[-len(entries) - 1 : -1]
@@ -219,7 +219,7 @@ def test_json_of_a_schema(chain):
 def test_forced_calls_are_calls_and_are_not_spoken(chain, choice, names):
     given = request(0, tools=(WEATHER, CLOCK), tool_choice=choice, sampling=Sampling(temperature=0.0, max_tokens=100))
     job = answer(chain, given)
-    calls = [c for e in job.events["thinker"] if isinstance(e, EngineOutput) for c in e.meta.get("tool_calls", [])]
+    calls = [c for e in job.events["thinker"] if isinstance(e, EngineOutput) for c in e.piece.tool_calls]
     assert calls and {call["name"] for call in calls} <= names
     for call in calls:
         arguments = json.loads(call["arguments"])

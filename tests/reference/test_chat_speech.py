@@ -99,9 +99,9 @@ def hear(transcriber: TranscriberEngine, sounds: list[np.ndarray], rate_hz: int 
     )
     events = drive.run_with(transcriber, run)
     drive.end(events)
-    sent = [event.meta for event in events if isinstance(event, EngineChunk)]
-    assert [meta["index"] for meta in sent] == list(range(len(sounds)))
-    return [meta["text"] for meta in sent]
+    sent = [event.piece for event in events if isinstance(event, EngineChunk)]
+    assert [piece.part for piece in sent] == list(range(len(sounds)))
+    return [piece.text for piece in sent]
 
 
 def words(text: str) -> list[str]:
@@ -234,8 +234,8 @@ def timed_words(transcriber: TranscriberEngine, sound: np.ndarray, rate_hz: int 
     run = drive.new_run(request, inputs={"audio": Tensor.of("audio", sound)})
     run.wanted, run.feeds = frozenset({"transcript"}), False
     events = drive.run_with(transcriber, run)
-    text = "".join(event.meta["text"] for event in events if isinstance(event, EngineOutput))
-    words = [word for event in events if isinstance(event, EngineOutput) for word in event.meta["words"]]
+    text = "".join(event.piece.text for event in events if isinstance(event, EngineOutput))
+    words = [word for event in events if isinstance(event, EngineOutput) for word in event.piece.words]
     assert " ".join(word["word"] for word in words) == text
     return words
 

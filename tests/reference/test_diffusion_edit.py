@@ -167,7 +167,7 @@ def test_unmasked_region_stays_and_the_rest_changes(engine: Any) -> None:
     assert 0.4 < float(kept.float().mean()) < 0.6
     assert torch.equal(state.latents[kept], state.condition[kept])
     assert not torch.isclose(state.latents[~kept], state.condition[~kept]).all()
-    assert [e.meta["partial"] for e in events if isinstance(e, EngineOutput)][-1] is False
+    assert [e.piece.partial for e in events if isinstance(e, EngineOutput)][-1] is False
 
 
 def test_usage_counts_image_tokens(engine: Any) -> None:

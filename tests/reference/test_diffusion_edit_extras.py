@@ -116,7 +116,7 @@ def test_fast_previews_of_an_edit_do_not_change_the_image(folder: Path, with_mas
     run = edit_run("a red 7", [photo(64, 64, 3)], mask, steps=6, seed=1, preview_every=2)
     engine.open(run)
     outputs = [e for e in finish(engine) if isinstance(e, EngineOutput)]
-    assert [(e.meta["step"], e.meta.get("preview")) for e in outputs] == [(2, "fast"), (4, "fast"), (6, None)]
+    assert [(e.piece.step, e.piece.preview) for e in outputs] == [(2, "fast"), (4, "fast"), (6, "")]
     assert {e.tensors[0].spec.shape for e in outputs} == {(128, 128, 3)}
     plain = generate(engine, edit_run("a red 7", [photo(64, 64, 3)], mask, steps=6, seed=1))
     assert np.array_equal(np.asarray(outputs[-1].tensors[0].data), plain)

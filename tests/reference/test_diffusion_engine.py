@@ -130,7 +130,7 @@ def test_compatible_requests_share_every_forward(engine: Any) -> None:
     events = finish(engine)
     assert engine.forwards - before == 10
     for run in runs:
-        steps = [e.meta["step"] for e in events if isinstance(e, EngineProgress) and e.run is run]
+        steps = [e.done for e in events if isinstance(e, EngineProgress) and e.run is run]
         assert steps == list(range(1, 11))
 
 
@@ -271,9 +271,9 @@ def test_previews_are_evenly_spread_and_precede_the_image(engine: Any) -> None:
     engine.open(run)
     events = finish(engine)
     outputs = [e for e in events if isinstance(e, EngineOutput)]
-    assert [e.meta["partial"] for e in outputs] == [True, True, True, False]
-    assert [e.meta["step"] for e in outputs] == [3, 6, 9, 12]
-    assert [e.meta.get("partial_image_index") for e in outputs] == [0, 1, 2, None]
+    assert [e.piece.partial for e in outputs] == [True, True, True, False]
+    assert [e.piece.step for e in outputs] == [3, 6, 9, 12]
+    assert [e.piece.partial_image_index for e in outputs] == [0, 1, 2, None]
     assert all(e.tensors[0].spec.shape == (64, 96, 3) and e.tensors[0].spec.dtype == "uint8" for e in outputs)
     final = np.asarray(outputs[-1].tensors[0].data).astype(int)
     distances = [np.abs(np.asarray(e.tensors[0].data).astype(int) - final).mean() for e in outputs]
@@ -284,7 +284,7 @@ def test_previews_of_two_steps_are_not_repeated(engine: Any) -> None:
     run = image_run("a 7", width=64, height=64, steps=2, seed=5, partial_images=3, n=2)
     engine.open(run)
     outputs = [e for e in finish(engine) if isinstance(e, EngineOutput)]
-    assert [(e.meta["partial"], e.meta["index"]) for e in outputs][-2:] == [(False, 0), (False, 1)]
+    assert [(e.piece.partial, e.piece.index) for e in outputs][-2:] == [(False, 0), (False, 1)]
     assert len(outputs) <= 4
 
 
@@ -292,7 +292,7 @@ def test_missing_seed_is_drawn_and_reported(engine: Any) -> None:
     run = image_run("a 7", width=64, height=64, steps=2)
     engine.open(run)
     events = finish(engine)
-    seed = next(e.meta["seed"] for e in events if isinstance(e, EngineOutput))
+    seed = next(e.piece.seed for e in events if isinstance(e, EngineOutput))
     again = image_run("a 7", width=64, height=64, steps=2, seed=seed)
     engine.open(again)
     assert np.array_equal(images_of(events, run)[0], images_of(finish(engine), again)[0])
@@ -304,7 +304,7 @@ def test_usage_and_guidance_are_reported(engine: Any) -> None:
     engine.open(plain)
     engine.open(guided)
     events = finish(engine)
-    metas = {e.run.id: e.meta for e in events if isinstance(e, EngineOutput)}
+    metas = {e.run.id: e.piece for e in events if isinstance(e, EngineOutput)}
     assert metas[plain.id]["cfg_applied"] is False and metas[guided.id]["cfg_applied"] is True
     assert metas[plain.id]["guidance_scale_applied"] is False
     (end,) = ends(events, plain)

@@ -99,7 +99,7 @@ def test_runs_with_different_loras_are_not_batched(folder: Path, loras: dict) ->
     for run, image in zip(runs, alone, strict=True):
         assert np.array_equal(images_of(events, run)[0], image)
     assert engine.forwards - before == 4 * 6  # the two with the same adapter share
-    metas = {e.run.id: e.meta.get("lora") for e in events if isinstance(e, EngineOutput)}
+    metas = {e.run.id: e.piece.lora for e in events if isinstance(e, EngineOutput)}
     assert [metas[run.id] for run in runs] == ["ink", "chalk", "ink", None, "ink"]
 
 
@@ -179,9 +179,9 @@ def test_fast_previews_have_the_requested_rate_and_resemble_the_image() -> None:
     run = image_run("a red 7 on a yellow background", **options, preview_every=2)
     engine.open(run)
     outputs = [e for e in finish(engine) if isinstance(e, EngineOutput)]
-    assert [e.meta["step"] for e in outputs] == [2, 4, 6, 8, 10, 12]
-    assert [e.meta.get("partial_image_index") for e in outputs] == [0, 1, 2, 3, 4, None]
-    assert [e.meta.get("preview") for e in outputs] == ["fast"] * 5 + [None]
+    assert [e.piece.step for e in outputs] == [2, 4, 6, 8, 10, 12]
+    assert [e.piece.partial_image_index for e in outputs] == [0, 1, 2, 3, 4, None]
+    assert [e.piece.preview for e in outputs] == ["fast"] * 5 + [""]
     final = np.asarray(outputs[-1].tensors[0].data).astype(int)
     last = np.asarray(outputs[-2].tensors[0].data).astype(int)
     assert last.shape == final.shape

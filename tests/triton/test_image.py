@@ -107,7 +107,11 @@ def test_progress_previews_image_end(stream: Stream) -> None:
     answers = stream.until_end()
     kinds = [event["type"] for event, _ in answers]
     assert kinds.count("image") == 3 and kinds.count("progress") == 12 and kinds[-1] == "end"
-    assert [event["meta"]["partial"] for event, _ in answers if event["type"] == "image"] == [True, True, False]
+    assert [event["piece"].get("partial", False) for event, _ in answers if event["type"] == "image"] == [
+        True,
+        True,
+        False,
+    ]
     end = answers[-1][0]
     assert (end["output"], end["stage"], end["outcome"]) == ("image", "denoiser", "completed")
     assert end["usage"]["images"] == 1

@@ -28,6 +28,7 @@ from tests.kit.omni_media import CASES, TOKENS, openai_content, our_request
 from tests.kit.server_calls import idle
 from tests.kit.triton_server import RunningServer, running_server, wait_for
 from triton_omni import Client
+from triton_omni.backends.core.outputs import TextPiece
 from triton_omni.backends.wire import BadRequest, GenerateRequest, Message, Sampling, SpeechParams
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
@@ -166,7 +167,10 @@ def ask_grpc(client: Client, key: Key, *modalities: str) -> Answer:
     kinds: list[str] = []
     for piece in client.generate("qwen3_omni", request, timeout_s=240, media=given):
         kinds.append(piece.event.type)
-        answer.tokens = [*answer.tokens, *piece.event.meta.get("token_ids", [])]
+        answer.tokens = [
+            *answer.tokens,
+            *(piece.event.piece.token_ids if isinstance(piece.event.piece, TextPiece) else ()),
+        ]
         answer.text += piece.text or ""
         if piece.audio is not None:
             audio.append(piece.audio)

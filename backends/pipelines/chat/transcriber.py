@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFinished, EngineOutput, EngineProgress, Run
 from triton_omni.backends.core.generate import with_stage_options
+from triton_omni.backends.core.outputs import TranscriptPiece, WordTime
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.chat.ear import Ear, Segment, WhisperEar
 from triton_omni.backends.pipelines.chat.options import TranscriberOptions, model_folder, read_options
 from triton_omni.backends.pipelines.chat.sound import SAMPLE_RATE_HZ, WINDOW_SAMPLES, Clip, clips_of, windows
 
-OUTPUT = "transcript"
+OUTPUT = TranscriptPiece.kind
 """Name of the output for clients."""
 LANGUAGE = "english"
 
@@ -80,10 +80,10 @@ class TranscriberEngine:
         events: list[EngineEvent] = [_said(run, live, segment) for segment in segments if OUTPUT in run.wanted]
         live.texts += [segment.text for segment in segments]
         live.heard_s += len(window) / SAMPLE_RATE_HZ
-        events.append(EngineProgress(run, {"heard_s": round(live.heard_s, 3), "audio_s": round(live.seconds, 3)}))
+        events.append(EngineProgress(run, round(live.heard_s, 3), round(live.seconds, 3)))
         if not live.windows:
             if run.feeds:
-                events.append(EngineChunk(run, meta={"index": live.index, "text": " ".join(live.texts)}))
+                events.append(EngineChunk(run, piece=TranscriptPiece(" ".join(live.texts), part=live.index)))
             live.texts.clear()
             live.index += 1
         if live.windows or live.clips:
@@ -101,14 +101,11 @@ def _said(run: Run, live: Hearing, segment: Segment) -> EngineOutput:
     text = segment.text if not live.is_heard else f" {segment.text}"
     live.is_heard = True
     start_s, end_s = (round(live.heard_s + at_s, 2) for at_s in (segment.start_s, segment.end_s))
-    meta: dict[str, Any] = {"text": text, "start_s": start_s, "end_s": end_s, "language": LANGUAGE}
-    if live.with_words:
-        meta["words"] = [
-            {"word": word.text, "start_s": round(live.heard_s + word.start_s, 2),
-             "end_s": round(live.heard_s + word.end_s, 2)}
-            for word in segment.words
-        ]  # fmt: skip
-    return EngineOutput(run, OUTPUT, meta=meta)
+    words = [
+        WordTime(word.text, round(live.heard_s + word.start_s, 2), round(live.heard_s + word.end_s, 2))
+        for word in (segment.words if live.with_words else ())
+    ]
+    return EngineOutput(run, TranscriptPiece(text, start_s, end_s, LANGUAGE, tuple(words)))
 
 
 def transcriber_engine(context: EngineContext) -> TranscriberEngine:

@@ -2,7 +2,7 @@
 """What crosses the edges of Qwen3-Omni, and how the consuming stage reads it. A full input is one last chunk.
 
     thinker → talker     first chunk: prompt_ids int32 (tokens,), and if there are media: media float32 (media
-                         positions, hidden), meta with their shapes (thinker.media_shapes);
+                         positions, hidden), and their shapes (MEDIA_SHAPES);
                          every chunk: token_ids int32 (tokens,), the text tokens to be spoken
     talker → code2wav    codes int16 (frames, books), read as they are
 
@@ -22,8 +22,13 @@ from triton_omni.backends.core.chunk import Chunk
 from triton_omni.backends.core.errors import StageFailed
 
 EDGE = "thinker->talker"
-SHAPES = ("image_grids", "video_grids", "video_steps_s", "audio_lengths")
-"""Keys of a chunk's meta that come with `media`."""
+MEDIA_SHAPES = {
+    "image_grids": np.int64,
+    "video_grids": np.int64,
+    "video_steps_s": np.float64,
+    "audio_lengths": np.int64,
+}
+"""Tensors that come with `media`: name → dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +37,13 @@ class TalkerInput:
 
     prompt_ids  empty in all but the first chunk
     media       (media positions, hidden) float32: the accept layer's rows
-    shapes      see thinker.media_shapes; empty without media
+    shapes      see thinker.media_shapes; all empty without media
     """
 
     prompt_ids: list[int]
     token_ids: list[int]
     media: np.ndarray | None = None
-    shapes: dict[str, Any] = field(default_factory=dict[str, Any])
+    shapes: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
 
 
 def talker_input(chunk: Chunk) -> TalkerInput:
@@ -47,14 +52,15 @@ def talker_input(chunk: Chunk) -> TalkerInput:
     if prompt_ids is None and token_ids is None and not chunk.last:
         raise StageFailed("the chunk has neither 'prompt_ids' nor 'token_ids'", EDGE)
     if media is not None:
-        missing = [key for key in SHAPES if key not in chunk.meta]
+        missing = [name for name in MEDIA_SHAPES if chunk.tensor(name) is None]
         if missing:
             raise StageFailed(f"the chunk has 'media' but no '{missing[0]}'", EDGE)
         media = media.copy()
-    return TalkerInput(_ids(prompt_ids), _ids(token_ids), media, dict(chunk.meta))
+    shapes = {name: _ids(_array(chunk, name)) for name in MEDIA_SHAPES}
+    return TalkerInput(_ids(prompt_ids), _ids(token_ids), media, shapes)
 
 
-def _ids(array: np.ndarray | None) -> list[int]:
+def _ids(array: np.ndarray | None) -> list[Any]:
     return [] if array is None else array.tolist()
 
 

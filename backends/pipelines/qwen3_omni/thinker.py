@@ -17,6 +17,7 @@ from triton_omni.backends.ar.upstream import attach_taps, hook_arguments, media_
 from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.engine import EngineChunk, OptionsError
 from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.pipelines.qwen3_omni.adapters import MEDIA_SHAPES
 from triton_omni.backends.pipelines.qwen3_omni.chats import OmniPromptBuilder
 from triton_omni.backends.pipelines.qwen3_omni.checkpoints import omni_config
 
@@ -63,7 +64,6 @@ class TalkerFeed:
         if self._state.scanner is not None:
             tokens = self._outside_calls(tokens)
         tensors: list[Tensor] = []
-        meta: dict[str, Any] = {}
         if not self._prompt_sent:
             self._prompt_sent = True
             assert output.prompt_token_ids is not None, "vLLM returns the prompt with every output"
@@ -72,10 +72,10 @@ class TalkerFeed:
                 rows = np.stack([self._media_rows[position] for position in sorted(self._media_rows)])
                 tensors.append(Tensor.of("media", rows))
                 self._media_rows.clear()
-                meta = media_shapes(media_features(self._state.scheduled))
+                tensors += media_shapes(media_features(self._state.scheduled))
         if tokens:
             tensors.append(_ids("token_ids", tokens))
-        return (EngineChunk(self._state.run, tuple(tensors), meta),) if tensors else ()
+        return (EngineChunk(self._state.run, tuple(tensors)),) if tensors else ()
 
     def _outside_calls(self, tokens: Sequence[int]) -> list[int]:
         if self._state.run.request.tool_choice != tools.ANY:
@@ -89,9 +89,10 @@ class TalkerFeed:
         return spoken
 
 
-def media_shapes(features: Sequence[Any]) -> dict[str, Any]:
-    """What the talker's positions depend on: grids of images and videos, lengths of audio, in order."""
-    shapes: dict[str, Any] = {"image_grids": [], "video_grids": [], "video_steps_s": [], "audio_lengths": []}
+def media_shapes(features: Sequence[Any]) -> list[Tensor]:
+    """What the talker's positions depend on, in order (MEDIA_SHAPES): grids (time, height, width) of images and videos,
+    seconds per grid of videos, lengths of audio in feature frames."""
+    shapes: dict[str, list[Any]] = {name: [] for name in MEDIA_SHAPES}
     for feature in features:
         data = feature.data.get_data()
         if feature.modality == "image":
@@ -101,7 +102,7 @@ def media_shapes(features: Sequence[Any]) -> dict[str, Any]:
             shapes["video_steps_s"].append(float(data["second_per_grid_ts"]))
         else:
             shapes["audio_lengths"].append(int(data["audio_feature_lengths"]))
-    return shapes
+    return [Tensor.of(name, np.array(rows, MEDIA_SHAPES[name])) for name, rows in shapes.items()]
 
 
 def _ids(name: str, ids: Sequence[int]) -> Tensor:

@@ -48,7 +48,7 @@ def codes(frames: int) -> Any:
 def same(event: EngineEvent) -> Any:
     """Everything an event carries, as bytes."""
     if isinstance(event, EngineChunk | EngineOutput):
-        return type(event).__name__, event.meta, [(t.spec, drive.array(t).tobytes()) for t in event.tensors]
+        return type(event).__name__, event.piece, [(t.spec, drive.array(t).tobytes()) for t in event.tensors]
     return (type(event).__name__, event.usage) if isinstance(event, EngineFinished) else repr(event)
 
 
@@ -90,7 +90,7 @@ SUBJECTS = {
     ),
     "transcriber": Heard(
         lambda: TranscriberEngine("transcriber", LevelEar(), 200.0), audio(len(SOUND), 5000), audio(len(SOUND) + 1),
-        same=lambda event: repr(event.meta) if isinstance(event, EngineChunk) else type(event).__name__,
+        same=lambda event: repr(event.piece) if isinstance(event, EngineChunk) else type(event).__name__,
     ),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.engine import EngineChunk, EngineFinished, EngineOutput, EngineProgress, Run
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part, TranscriptionParams
+from triton_omni.backends.core.outputs import TranscriptPiece
 from triton_omni.backends.pipelines.chat.align import Word, best_path, first_frames, loud_frames, words_at
 from triton_omni.backends.pipelines.chat.ear import Segment, WhisperEar
 from triton_omni.backends.pipelines.chat.sound import SAMPLE_RATE_HZ, WINDOW_SAMPLES
@@ -51,8 +52,8 @@ def asking(*clips: tuple[float, float]) -> Run:
 def test_every_part_has_its_transcript_in_order() -> None:
     run = asking((0.1, 1), (0.2, 2), (0.3, 0.5))
     events = drive.run_with(engine(), run)
-    sent = [event.meta for event in events if isinstance(event, EngineChunk)]
-    assert sent == [{"index": 0, "text": "10"}, {"index": 1, "text": "20"}, {"index": 2, "text": "30"}]
+    sent = [event.piece for event in events if isinstance(event, EngineChunk)]
+    assert sent == [TranscriptPiece("10"), TranscriptPiece("20", part=1), TranscriptPiece("30", part=2)]
     end = drive.end(events)
     assert isinstance(end, EngineFinished) and end.usage == {"audio_input_s": 3.5}
 
@@ -60,8 +61,8 @@ def test_every_part_has_its_transcript_in_order() -> None:
 def test_a_long_part_is_one_transcript_and_shows_progress() -> None:
     run = asking((0.4, 70))
     events = drive.run_with(engine(), run)
-    assert [e.meta for e in events if isinstance(e, EngineChunk)] == [{"index": 0, "text": "40 40 40"}]
-    heard = [e.meta["heard_s"] for e in events if isinstance(e, EngineProgress)]
+    assert [e.piece for e in events if isinstance(e, EngineChunk)] == [TranscriptPiece("40 40 40")]
+    heard = [e.done for e in events if isinstance(e, EngineProgress)]
     assert len(heard) == 3 and heard == sorted(heard) and heard[-1] == 70.0
 
 
@@ -69,9 +70,9 @@ def test_a_client_gets_timed_segments_of_all_the_audio() -> None:
     run = asking((0.4, 40))
     run.wanted, run.feeds = frozenset({"transcript"}), False
     events = drive.run_with(engine(), run)
-    said = [event.meta for event in events if isinstance(event, EngineOutput)]
-    assert "".join(meta["text"] for meta in said) == "40 40 40 40"
-    times = [at_s for meta in said for at_s in (meta["start_s"], meta["end_s"])]
+    said = [event.piece for event in events if isinstance(event, EngineOutput)]
+    assert "".join(piece.text for piece in said) == "40 40 40 40"
+    times = [at_s for piece in said for at_s in (piece.start_s, piece.end_s)]
     assert times == sorted(times) and (times[0], times[-1]) == (0.0, 40.0)
     assert not any(isinstance(event, EngineChunk) for event in events)
 
@@ -80,9 +81,9 @@ def test_words_have_the_times_of_all_the_audio_and_come_only_if_asked_for() -> N
     run = asking((0.4, 40))
     run.request = msgspec.structs.replace(run.request, transcription=TranscriptionParams(word_timestamps=True))
     run.wanted, run.feeds = frozenset({"transcript"}), False
-    said = [event.meta for event in drive.run_with(engine(), run) if isinstance(event, EngineOutput)]
-    assert all(meta["words"][0]["start_s"] == meta["start_s"] for meta in said if meta["words"])
-    assert [len(meta["words"]) for meta in said] == [1, 0, 1, 0]
+    said = [event.piece for event in drive.run_with(engine(), run) if isinstance(event, EngineOutput)]
+    assert all(piece.words[0].start_s == piece.start_s for piece in said if piece.words)
+    assert [len(piece.words) for piece in said] == [1, 0, 1, 0]
 
 
 def test_a_path_visits_every_token_in_order() -> None:
@@ -113,7 +114,7 @@ def test_the_last_word_ends_with_the_sound() -> None:
 
 def test_silence_is_an_empty_transcript() -> None:
     events = drive.run_with(engine(), asking((0.0, 40)))
-    assert [e.meta for e in events if isinstance(e, EngineChunk)] == [{"index": 0, "text": ""}]
+    assert [e.piece for e in events if isinstance(e, EngineChunk)] == [TranscriptPiece()]
 
 
 def test_a_long_recording_does_not_hold_up_a_short_one() -> None:

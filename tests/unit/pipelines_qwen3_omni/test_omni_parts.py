@@ -12,7 +12,7 @@ import pytest
 from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part
-from triton_omni.backends.pipelines.qwen3_omni.adapters import talker_input
+from triton_omni.backends.pipelines.qwen3_omni.adapters import MEDIA_SHAPES, talker_input
 from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from triton_omni.backends.pipelines.qwen3_omni_text.pipeline import PIPELINE as TEXT_ALONE
 
@@ -42,7 +42,8 @@ def test_a_piece_is_what_its_chunk_carries():
     ids, words = np.array([5, 6, 7], np.int32), np.array([8], np.int32)
     rows = np.ones((2, 3), np.float32)
     tensors = tuple(Tensor.of(n, a) for n, a in (("prompt_ids", ids), ("token_ids", words), ("media", rows)))
-    piece = talker_input(Chunk(b"", "thinker", tensors=tensors, meta=SHAPES))
+    shapes = [Tensor.of(name, np.array(SHAPES[name], dtype)) for name, dtype in MEDIA_SHAPES.items()]
+    piece = talker_input(Chunk(b"", "thinker", tensors=(*tensors, *shapes)))
     assert (piece.prompt_ids, piece.token_ids) == ([5, 6, 7], [8])
     assert piece.shapes == SHAPES
     rows[:] = 0  # the link reuses its buffer once the chunk is released

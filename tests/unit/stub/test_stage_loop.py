@@ -11,6 +11,7 @@ from tests.kit.worker_harness import chat
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.errors import ErrorInfo
+from triton_omni.backends.core.outputs import TextPiece
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 from triton_omni.backends.stub.stage_loop import STOPPED_S
@@ -216,7 +217,7 @@ def test_a_direct_call_gets_its_pieces_and_its_end(make):
     b.turn()
     b.to_stub.send(msg.AcceptedMessage(run))
     for index in range(2):
-        assert b.to_stub.put(Chunk(run, "@text", index, meta={"text": "x"}))
+        assert b.to_stub.put(Chunk(run, "@text", index, piece=TextPiece("x")))
     end = msg.FinishedMessage(run, "length")
     b.to_stub.send(end)
     b.turn()
