@@ -14,7 +14,7 @@ import pytest
 
 from tests.kit.load_generator import Life, Plan, run_many, run_one
 from tests.kit.process_pidfds import is_gone
-from tests.kit.server_calls import health, idle
+from tests.kit.server_calls import health, wait_until_idle, wait_until_restarted
 from tests.kit.triton_server import RunningServer, running_server, wait_for
 from triton_omni.backends.control import probe
 from triton_omni.backends.repository import write
@@ -57,11 +57,6 @@ def worker(server: RunningServer) -> int:
     return pid
 
 
-def is_back(server: RunningServer, restarts: int) -> bool:
-    """Clients hear of a death a moment before the stub does: "ready" alone may be the dead worker's."""
-    return stage(server)["restarts"] == restarts and health(server, "image")["ready"] and idle(server, "image")
-
-
 def rank(server: RunningServer) -> int:
     """The one child of the worker."""
     pid = worker(server)
@@ -84,7 +79,8 @@ def under_load(server: RunningServer, victim: Callable[[RunningServer], int]) ->
     assert all(is_gone(pidfd, 30.0) for pidfd in pidfds), "both ranks are gone"
     for pidfd in pidfds:
         os.close(pidfd)
-    wait_for(lambda: is_back(server, restarts + 1), BACK_S, "both are back")
+    wait_until_restarted(server, "denoiser", restarts, "image", BACK_S)
+    wait_until_idle(server, "image")
     assert run_one(server.grpc, Plan(image(4), "image", timeout_s=BACK_S)).ends == ["stop"]
     assert not {worker(server), rank(server)} & set(before)
     return [life.ends[0] for life in lives]

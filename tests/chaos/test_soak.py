@@ -21,8 +21,8 @@ import pytest
 
 from tests.kit.fuzzed_requests import Tally, random_plan, report
 from tests.kit.load_generator import Plan, body, run_many, run_one
-from tests.kit.server_calls import holdings, idle, memory_kb
-from tests.kit.triton_server import TOY_REPOSITORY, RunningServer, running_server, wait_for
+from tests.kit.server_calls import holdings, memory_kb, wait_until_idle
+from tests.kit.triton_server import TOY_REPOSITORY, RunningServer, running_server
 from triton_omni.backends.supervisor.home import REPO
 
 SECONDS = float(os.environ.get("TRITON_OMNI_SOAK_S", "3600"))
@@ -85,14 +85,14 @@ def test_memory_and_names_stay_what_they_are(tmp_path: Path) -> None:
         for count, nbytes in ((1, 9 << 20), (32, 1 << 20)):  # the sizes of the lives: links and slabs exist
             large = {stage: {"frame_bytes": nbytes} for stage in ("tokens", "frames")}
             run_many(server.grpc, [Plan(body(20, **large))] * count, 16)
-        wait_for(lambda: idle(server), 10, "idle before")
+        wait_until_idle(server, timeout_s=10)
         before = holdings(server)
         clients = Clients(server.grpc)
         try:
             taken = samples(server, clients)
         finally:
             clients.close()
-        wait_for(lambda: idle(server), 30, "idle after")
+        wait_until_idle(server, timeout_s=30)
         after = holdings(server)
     warm = taken[int(len(taken) * WARM_UP) :]
     lives = np.array([n for n, _ in warm])

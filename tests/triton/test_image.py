@@ -17,8 +17,8 @@ from PIL import Image
 
 from tests.kit.load_generator import body
 from tests.kit.proxy_server import proxy_process
-from tests.kit.server_calls import generate, health, idle
-from tests.kit.triton_server import REPO, TOY_REPOSITORY, RunningServer, running_server, wait_for
+from tests.kit.server_calls import generate, health, wait_until_idle
+from tests.kit.triton_server import REPO, TOY_REPOSITORY, RunningServer, running_server
 from triton_omni.backends.tools.digits import data
 
 pytestmark = [pytest.mark.triton, pytest.mark.models, pytest.mark.timeout(600)]
@@ -164,7 +164,7 @@ def test_a_client_that_leaves_frees_its_place(server: RunningServer) -> None:
     leaving.ask("gone", "a red 7", width=512, height=512, steps=200)
     assert leaving.next()[0]["type"] == "progress"
     leaving.close()
-    wait_for(lambda: idle(server, "image"), 10.0, "the run is stopped")
+    wait_until_idle(server, "image", timeout_s=10.0)
 
 
 def test_a_flood_of_one_pipeline_leaves_another_alone(server: RunningServer, stream: Stream) -> None:
@@ -182,4 +182,4 @@ def test_a_flood_of_one_pipeline_leaves_another_alone(server: RunningServer, str
     ends = [flood.next()[0] for _ in range(held + 1)]
     assert sum(end["outcome"] == "cancelled" for end in ends) == held
     flood.close()
-    wait_for(lambda: idle(server), 10, "every slot of the toy free")
+    wait_until_idle(server, timeout_s=10)

@@ -21,7 +21,7 @@ import yaml
 from PIL import Image
 
 from tests.kit.proxy_server import proxy_process
-from tests.kit.server_calls import generate, health, idle
+from tests.kit.server_calls import generate, health, idle, wait_until_idle
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo
 from tests.kit.triton_server import REPO, RunningServer, running_server, wait_for
 from triton_omni.backends.wire import encode_request
@@ -180,4 +180,4 @@ def test_a_client_that_leaves_frees_its_place(sdk: openai.OpenAI, server: Runnin
     stream = edit(sdk, stream=True, partial_images=3, extra_body=slow)
     assert next(iter(stream)).type == "image_edit.partial_image"
     stream.close()
-    wait_for(lambda: idle(server, MODEL), 20.0, "the run is stopped")
+    wait_until_idle(server, MODEL, timeout_s=20.0)

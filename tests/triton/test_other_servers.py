@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.load_generator import Life, Plan, body, run_many, run_one
-from tests.kit.server_calls import generate, health, idle
+from tests.kit.server_calls import generate, health, idle, wait_until_idle
 from tests.kit.triton_server import TOY_REPOSITORY, running_server, toy_repository, wait_for
 from triton_omni.backends.config.paths import LOOPBACK_VARIABLE, operator_key
 from triton_omni.backends.control import probe
@@ -77,7 +77,7 @@ def test_several_instances_of_a_stage_share_the_work(tmp_path: Path) -> None:
         assert [life.ends for life in lives] == [["length"]] * 24
         assert sum(life.order_errors for life in lives) == 0
         assert health(server)["stages"]["wave"]["instances"] == 2
-        wait_for(lambda: idle(server), 2, "every slot free")
+        wait_until_idle(server)
 
 
 @pytest.mark.parametrize(

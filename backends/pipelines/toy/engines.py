@@ -49,8 +49,9 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a run behaves. `*_after` counts its chunks; None means never.
 
-    delay_s       at least so long between two chunks
-    hold_after    go silent, for ever
+    delay_s       least time between two chunks
+    together      produce nothing until this many runs are open at once
+    hold_after    produce nothing after this
     fail_after    fail this run
     raise_after   raise out of step: the whole worker ends
     die_after     kill -9 of the worker
@@ -63,6 +64,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     delay_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    together: Count = 0
     hold_after: Count | None = None
     fail_after: Count | None = None
     raise_after: Count | None = None
@@ -93,6 +95,8 @@ class ToyRun:
     made: int = 0
     phase: int = 0
     due_s: float = 0.0
+    released: bool = False
+    """`together` runs were open at once."""
 
 
 Work = Callable[[Run, ToyRun], "list[EngineEvent] | None"]
@@ -113,6 +117,8 @@ class ToyEngine:
             raise BadRequest("refused on request", f"stages.{self.stage}.refuse")
         run.state = state
         self._runs.append(run)
+        for other in self._runs:
+            other.state.released |= other.state.options.together <= len(self._runs)
 
     def feed(self, run: Run, inputs: Any, last: bool) -> bool:
         if len(run.state.waiting) >= QUEUE_CHUNKS:
@@ -149,7 +155,7 @@ class ToyEngine:
     def _can_work(self, run: Run) -> bool:
         state: ToyRun = run.state
         held = state.options.hold_after is not None and state.made >= state.options.hold_after
-        return not run.blocked and not held and (not run.upstream or bool(state.waiting))
+        return state.released and not run.blocked and not held and (not run.upstream or bool(state.waiting))
 
     def _advance(self, run: Run, events: list[EngineEvent]) -> bool:
         """Make one chunk of one run; False if it made none."""

@@ -99,6 +99,18 @@ def test_misbehaviour_on_request():
     assert not engine.has_work
 
 
+def test_runs_that_wait_for_one_another_begin_together_and_end_apart():
+    engine, subject = make("tokens"), SUBJECTS["tokens"]
+    runs = [subject.run(chat(count, tokens={"together": 3})) for count in (1, 2, 3)]
+    for run in runs[:2]:
+        engine.open(run)
+    assert not engine.has_work
+    engine.open(runs[2])
+    ends = [event.run for _ in range(3) for event in engine.step() if isinstance(event, EngineFinished)]
+    assert ends == runs
+    assert not engine.has_work
+
+
 def test_dying_on_request_is_a_kill():
     code = (
         "from triton_omni.backends.core.engine import Run\n"
