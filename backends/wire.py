@@ -192,9 +192,10 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason  "stop", "length", "tool_calls" or "abort"
     usage          counts: prompt_tokens, completion_tokens, audio_samples, images, …
     timings        seconds since arrival: queue_s, first_<output>_s, total_s
+    acknowledge    token: a client that acknowledges sends it back as `target` once it has read this response
     """
 
-    type: Literal["text", "transcript", "audio", "image", "chunk", "progress", "end", "health"]
+    type: Literal["text", "transcript", "audio", "image", "chunk", "progress", "accepted", "end", "health"]
     request_id: str = ""
     output: str = ""
     stage: str = ""
@@ -209,6 +210,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: str = ""
     usage: dict[str, float] = {}
     timings: dict[str, float] = {}
+    acknowledge: str = ""
 
 
 _event_decoder = msgspec.json.Decoder(Event)

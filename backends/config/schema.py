@@ -41,7 +41,8 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     max_request_bytes  size of the request's JSON
     max_media_bytes    size of all media tensors of a request together
     engine             engine options of the stages that check requests before admission, written by `make repository`
-    max_output_bytes   output waiting to be taken by Triton, per request: a slow reader ends with an error
+    max_output_bytes   output of a stream that its client has not read; the request pauses there
+    max_answer_bytes   one joined answer (`stream` false)
     """
 
     max_live: Count = 64
@@ -52,7 +53,8 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     total_s: Seconds = 1800.0
     max_request_bytes: Count = 1 << 20
     max_media_bytes: Count = 256 << 20
-    max_output_bytes: Count = 256 << 20
+    max_output_bytes: Count = 8 << 20
+    max_answer_bytes: Count = 256 << 20
     engine: dict[str, dict[str, Any]] = {}
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from triton_omni.backends.core.pipeline import Pipeline
 from triton_omni.backends.orchestrator.admission import Admission
 from triton_omni.backends.orchestrator.check import check_request, check_request_id
 from triton_omni.backends.orchestrator.metrics import PipelineMetrics
+from triton_omni.backends.orchestrator.output_window import JSON_EXPANSION, OutputWindow
 from triton_omni.backends.orchestrator.ports import Response, ResponseSink
 from triton_omni.backends.orchestrator.request_state import Arrival, Collected, RequestDeadlines, RequestState
 from triton_omni.backends.wire import WIRE_VERSION, Event, PipelineStatus, StageStatus
@@ -82,8 +83,12 @@ class Door:
             self._pipeline, self._pipeline.wanted(arrival.request), self._pipeline.needed(arrival.request)
         )
         limits = RequestDeadlines.of(arrival.request, self._deploy)
-        collected = None if arrival.request.stream else Collected({output: [] for output in machine.emitted})
-        live = RequestState(new_run_id(), arrival, machine, limits, self._clock(), collected=collected)
+        live = RequestState(new_run_id(), arrival, machine, limits, self._clock())
+        if arrival.request.stream:
+            expansion = JSON_EXPANSION if arrival.is_short_form else 1
+            live.window = OutputWindow(self._deploy.max_output_bytes, arrival.request.acknowledge, expansion)
+        else:
+            live.collected = Collected({output: [] for output in machine.emitted})
         self.admission.join(live, arrival.request.priority)
         self.lives[live.run] = live
         arrival.front.bind(live.run)

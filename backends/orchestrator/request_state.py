@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +12,12 @@ from triton_omni.backends.config.schema import OrchestratorDeploy
 from triton_omni.backends.control.hub import Peer
 from triton_omni.backends.control.messages import RunStats, Transfer
 from triton_omni.backends.core.chunk import Tensor, TensorSpec
-from triton_omni.backends.core.errors import DeadlineExceeded
+from triton_omni.backends.core.errors import BadRequest, DeadlineExceeded
 from triton_omni.backends.core.generate import GenerateRequest
 from triton_omni.backends.core.outputs import JOIN, OutputPiece
-from triton_omni.backends.core.request import EndRequest, Outcome, RequestMachine
+from triton_omni.backends.core.request import EndRequest, Outcome, RequestEvent, RequestMachine
 from triton_omni.backends.orchestrator.metrics import Player
+from triton_omni.backends.orchestrator.output_window import OutputWindow
 from triton_omni.backends.orchestrator.ports import Response, ResponseSink
 from triton_omni.backends.wire import Event, RequestStatus
 
@@ -30,6 +32,7 @@ class Arrival:
     media: dict[str, int]
     inputs: Any
     traceparent: str = ""
+    is_short_form: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Collected:
     """Outputs of a request with stream=false, joined into its one response. Previews are left out."""
 
     pieces: dict[str, list[OutputPiece]]
+    nbytes: int = 0
     tensors: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
 
     def add(self, piece: OutputPiece, tensors: Sequence[Tensor]) -> None:
@@ -69,6 +73,7 @@ class Collected:
             return
         self.pieces[piece.kind].append(piece)
         for tensor in tensors:
+            self.nbytes += tensor.spec.nbytes
             copied = Tensor(tensor.spec, bytes(memoryview(tensor.data).cast("B")) if tensor.spec.nbytes else b"")
             self.tensors.setdefault(tensor.name, []).append(copied)
 
@@ -124,7 +129,9 @@ class RequestState:
     run        names this attempt in all processes
     runs       by stage, of the stages that were opened
     sent       by output
-    waiting    bytes of output not yet taken by Triton
+    window     how far a stream may be ahead of its client; None for one joined answer
+    deferred   outputs and ends of runs that wait for the client, with their bytes
+    blocked_s  since when they wait without an acknowledgment
     delivered  usage counts of what was sent, for a request that is cut short
     end        set once, with `ended_s`
     """
@@ -140,7 +147,9 @@ class RequestState:
     runs: dict[str, StageRun] = field(default_factory=dict[str, StageRun])
     sent: dict[str, Sent] = field(default_factory=dict[str, Sent])
     collected: Collected | None = None
-    waiting: int = 0
+    window: OutputWindow | None = None
+    deferred: deque[tuple[RequestEvent, int]] = field(default_factory=deque[tuple[RequestEvent, int]])
+    blocked_s: float | None = None
     delivered: dict[str, float] = field(default_factory=dict[str, float])
     player: Player = field(default_factory=Player)
     end: EndRequest | None = None
@@ -150,10 +159,23 @@ class RequestState:
         for name, count in piece.usage().items():
             self.delivered[name] = self.delivered.get(name, 0) + count
 
+    def has_room(self, nbytes: int) -> bool:
+        """True if a response of `nbytes` may be sent, or would be dropped because the request has ended."""
+        return self.window is None or self.machine.outcome is not None or self.window.has_room(nbytes)
+
+    def mark_sent(self, nbytes: int = 0, playback_s: float = 0.0) -> str:
+        """Count a response; returns the token that its reader has to send back, or "" if none is needed."""
+        if self.window is None or not self.window.send(nbytes, playback_s):
+            return ""
+        return f"{self.run.hex()}:{self.window.marked_bytes}"
+
     def expired(self, now_s: float) -> DeadlineExceeded | None:
         """The deadline that has passed, if any."""
         limits = self.limits
-        if self.admitted_s is None:
+        if self.window is not None and self.blocked_s is not None:
+            passed, limit = now_s - self.blocked_s, limits.stall_s if self.window.acknowledges else 0.0
+            where = "client"
+        elif self.admitted_s is None:
             passed, limit, where = now_s - self.arrived_s, limits.queue_s, "queue"
         elif not self.sent:
             passed, limit = now_s - self.admitted_s, limits.first_output_s
@@ -229,3 +251,12 @@ class RequestState:
             timings={name: round(value, 6) for name, value in timings.items()},
         )
         return Response(event, () if collected is None else collected.joined_tensors())
+
+
+def parse_receipt(token: str) -> tuple[bytes, int]:
+    """(run, bytes read) of a token of `RequestState.mark_sent`; raises BadRequest."""
+    run, _, read_bytes = token.partition(":")
+    try:
+        return bytes.fromhex(run), int(read_bytes)
+    except ValueError:
+        raise BadRequest("an acknowledgment needs the token of the event that was read", "target") from None

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from triton_omni.backends import wire
 from triton_omni.backends.config import paths
 from triton_omni.backends.config.schema import OrchestratorDeploy, from_parameters
 from triton_omni.backends.control.hub import Hub
@@ -107,7 +108,8 @@ class TritonPythonModel:
             raise BadRequest(f"media tensors may have {self._deploy.max_media_bytes} bytes together", min(media))
         counts = {name: int(np.prod(t.spec.shape)) for name, t in media.items()}
         traceparent = tensors.traceparent(request) if self.orchestrator.traces is not None else ""
-        return Arrival(front, front.request_id, decoded, counts, media, traceparent)
+        is_short_form = tensors.text_input(request, wire.REQUEST) is None
+        return Arrival(front, front.request_id, decoded, counts, media, traceparent, is_short_form)
 
     def _stage_states(self) -> dict[str, StageStatus]:
         """Stage → state of its instances, from their records."""

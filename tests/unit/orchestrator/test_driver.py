@@ -11,7 +11,7 @@ import pytest
 from tests.kit.orchestrator_harness import ScriptedStage, chat, scene, sound
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.core.chunk import Tensor, TensorSpec
-from triton_omni.backends.core.errors import BadRequest, Internal, StageFailed, TooBusy, Unavailable
+from triton_omni.backends.core.errors import BadRequest, DeadlineExceeded, Internal, StageFailed, TooBusy, Unavailable
 from triton_omni.backends.core.generate import (
     Deadlines,
     GenerateRequest,
@@ -25,6 +25,7 @@ from triton_omni.backends.core.ids import RUN_ID_BYTES
 from triton_omni.backends.core.outputs import AudioPiece, ImagePiece, TextPiece
 from triton_omni.backends.core.pipeline import Operation, Output
 from triton_omni.backends.orchestrator.driver import STOP_GRACE_S
+from triton_omni.backends.orchestrator.output_window import RESPONSE_BYTES
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 from triton_omni.backends.wire import Progress, StageStatus, text_of
 
@@ -388,31 +389,167 @@ def test_a_requests_own_deadlines_win_and_zero_is_none(play):
 
 
 # --- slow readers ------------------------------------------------------------------------------------------
-def test_a_reader_that_takes_nothing_ends_with_an_error(play):
-    s = play(max_output_bytes=100_000)
-    client, run = speaking(s)
-    client.reads = False
-    for i in range(3):
-        s.stages["wave"].put(run, i, AudioPiece(24_000, 10_000), sound(10_000, i))
-        s.turn()
-    assert isinstance(client.failed, TooBusy)
-    assert client.failed.where == "max_output_bytes"
+# --- clients that read slowly ---
+PIECE = 40_000 + RESPONSE_BYTES  # what a piece of `speak` is charged
+
+
+def speak(s, run, index):
+    s.stages["wave"].put(run, index, AudioPiece(24_000, 10_000), sound(10_000, index))
+    s.turn()
+
+
+def leave(s, run, *stages):
+    s.orchestrator.client_gone(run)
+    s.turn()
+    end_all(s, run, *stages)
+
+
+def receipts(client):
+    return [event.acknowledge for event in client.events if event.acknowledge]
+
+
+def acknowledge(s, token):
+    return s.ask(GenerateRequest("acknowledge", target=token), "acknowledgment")
+
+
+def test_a_stream_pauses_until_its_client_has_read_and_loses_nothing(play):
+    s = play(max_output_bytes=3 * PIECE)
+    client, run = speaking(s, chat("text", "audio", acknowledge=True))
+    for i in range(8):
+        speak(s, run, i)
     assert len(client.pieces) == 3
-    assert s.stages["wave"].unreleased == 3, "what Triton holds stays valid until it is sent"
-    client.read()
+    assert s.stages["wave"].unreleased == 5, "what waits holds its credit: the stage pauses"
+    s.finish("wave", run)
+    for read in range(8):
+        assert len(client.pieces) == min(8, read + 3)
+        assert acknowledge(s, client.events[read].acknowledge).ended
+        s.turn()
+    assert [event.index for event in client.events] == list(range(8))
+    s.finish("tokens", run)
+    s.finish("frames", run)
+    assert client.ended.event.outcome == "completed"
+
+
+def test_a_client_that_acknowledges_nothing_ends_by_the_stall_deadline(play):
+    s = play(max_output_bytes=3 * PIECE, stall_s=5.0, total_s=0)
+    client, run = speaking(s, chat("text", "audio", acknowledge=True))
+    for i in range(5):
+        speak(s, run, i)
+    s.pass_time(4.9)
+    assert not client.over, "nobody waits for a stage: only the client's own time counts"
+    acknowledge(s, receipts(client)[0])
+    s.pass_time(4.9)
+    assert not client.over
+    s.pass_time(0.2)
+    assert isinstance(client.failed, DeadlineExceeded) and client.failed.where == "client"
+    assert len(client.pieces) == 4
     end_all(s, run)
 
 
-def test_a_reader_that_keeps_up_may_take_any_amount(play):
-    s = play(max_output_bytes=100_000)
-    client, run = speaking(s)
-    for i in range(20):
-        s.stages["wave"].put(run, i, AudioPiece(24_000, 10_000), sound(10_000, i))
-        s.turn()
-    assert not client.over
-    assert s.orchestrator.lives[run].waiting == 0
-    for stage in ("tokens", "frames", "wave"):
+def test_a_piece_larger_than_the_window_passes_alone(play):
+    s = play(max_output_bytes=10_000)
+    client, run = speaking(s, chat("text", "audio", acknowledge=True))
+    speak(s, run, 0)
+    speak(s, run, 1)
+    assert len(client.pieces) == 1
+    acknowledge(s, receipts(client)[0])
+    assert len(client.pieces) == 2
+    leave(s, run)
+
+
+def test_an_end_overtakes_nothing_but_is_not_held_up_by_what_was_sent(play):
+    s = play(max_output_bytes=10_000)
+    client, run = speaking(s, chat("text", "audio", acknowledge=True))
+    speak(s, run, 0)
+    for stage in ORDER:
         s.finish(stage, run)
+    assert client.ended.event.outcome == "completed" and len(client.pieces) == 1
+
+
+@pytest.mark.parametrize("cause", ["client", "abort", "stage"])
+def test_what_waits_for_a_client_is_given_back_when_the_request_ends(play, cause):
+    s = play(max_output_bytes=10_000)
+    client, run = speaking(s, chat("text", "audio", acknowledge=True))
+    for i in range(4):
+        speak(s, run, i)
+    s.finish("wave", run)
+    if cause == "client":
+        s.orchestrator.client_gone(run)
+    elif cause == "abort":
+        abort(s, "req")
+    else:
+        s.fail("tokens", run, StageFailed("lost", "tokens"))
+    s.until(lambda: s.stages["wave"].unreleased == 0)
+    assert client.over and len(client.pieces) == 1
+    end_all(s, run, *(("frames",) if cause == "stage" else ("tokens", "frames")))
+
+
+@pytest.mark.parametrize("token", ["", "x", "zz:5", ":", "00:x", "00" * 500 + ":1"])
+def test_tokens_that_no_response_carried_are_harmless(play, token):
+    s = play(max_output_bytes=3 * PIECE)
+    client, run = speaking(s, chat("text", "audio", acknowledge=True))
+    for i in range(5):
+        speak(s, run, i)
+    answer = acknowledge(s, token)
+    assert answer.over
+    assert acknowledge(s, f"{run.hex()}:{10**12}").ended, "more than was sent: ignored"
+    assert len(client.pieces) == 3
+    leave(s, run)
+
+
+def test_a_client_without_acknowledgments_is_sent_audio_as_fast_as_it_plays(play):
+    s = play(max_output_bytes=4 * PIECE, stall_s=1.0)
+    client, run = speaking(s)
+    for i in range(9):
+        speak(s, run, i)
+    burst = len(client.pieces)
+    assert burst == 2 and not receipts(client)
+    for _ in range(20):
+        s.pass_time(0.1)
+    played = 2.0 / (10_000 / 24_000)
+    assert not client.over, "the pace is the server's: no deadline counts"
+    assert burst + played * 40_000 / PIECE - 2 <= len(client.pieces) <= burst + played
+    leave(s, run)
+
+
+def test_a_silent_stream_says_once_that_it_was_accepted(play):
+    s = play()
+    client, run = speaking(s)
+    s.pass_time(0.9)
+    assert client.pieces == []
+    s.pass_time(0.2)
+    s.pass_time(5.0)
+    assert [event.type for event in client.events] == ["accepted"]
+    assert client.events[0].request_id == "req"
+    leave(s, run)
+
+
+@pytest.mark.parametrize("more", [{"stream": False}, {"acknowledge": True}])
+def test_joined_answers_and_clients_that_triton_watches_get_no_sign_of_life(play, more):
+    s = play()
+    client, run = speaking(s, chat("text", "audio", **more))
+    s.pass_time(5.0)
+    assert client.pieces == []
+    leave(s, run)
+
+
+def test_a_stream_whose_output_is_quick_gets_nothing_else(play):
+    s = play()
+    client, run = speaking(s)
+    speak(s, run, 0)
+    s.pass_time(5.0)
+    assert [event.type for event in client.events] == ["audio"]
+    leave(s, run)
+
+
+def test_a_joined_answer_has_a_bound_of_its_own(play):
+    s = play(max_answer_bytes=100_000)
+    client, run = speaking(s, chat("text", "audio", stream=False))
+    for i in range(3):
+        speak(s, run, i)
+    assert isinstance(client.failed, BadRequest) and client.failed.where == "stream"
+    assert client.failed.message == "the whole answer must be at most 100000 bytes; ask for a stream"
+    end_all(s, run)
 
 
 def test_pieces_sent_after_the_request_is_forgotten_are_given_back(play):
