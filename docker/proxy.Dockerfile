@@ -11,8 +11,7 @@ WORKDIR /source
 COPY pyproject.toml README.md ./
 COPY backends ./backends
 COPY client ./client
-RUN pip install ".[client,trace]" && rm -rf /source/build && useradd --uid 1000 --create-home proxy \
-    && mkdir /key && chown 1000:1000 /key
+RUN pip install ".[client,trace]" && rm -rf /source/build && useradd --uid 1000 --create-home proxy
 
 USER 1000
 WORKDIR /tmp

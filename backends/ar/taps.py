@@ -10,29 +10,27 @@ import torch
 
 from triton_omni.backends.ar.hooks import Span
 
-TappedRows = tuple[str, list[int], np.ndarray]
+Tapped = tuple[str, list[int], np.ndarray]
 """A run's key, positions in its sequence, and their rows (positions, hidden) float32."""
 
 
 class TokenTaps:
-    """Copies the first tapped layer's rows of positions whose token is one of `token_ids`, for tapped runs."""
+    """Takes the first tapped layer's rows of positions whose token is one of `token_ids`, of runs that are tapped."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = torch.tensor(token_ids)
-        self._tapped: list[TappedRows] = []
+        self._made: list[Tapped] = []
 
-    def on_forward(self, spans: Sequence[Span], token_ids: torch.Tensor, layers: Sequence[torch.Tensor]) -> None:
-        if not any(span.tapped for span in spans):  # reading the mask below synchronizes with the device
+    def tapped(self, spans: Sequence[Span], token_ids: torch.Tensor, layers: Sequence[torch.Tensor]) -> None:
+        wanted = torch.isin(token_ids, self._token_ids.to(token_ids.device))
+        if not wanted.any():
             return
-        mask = torch.isin(token_ids, self._token_ids.to(token_ids.device)).cpu()
         for span in spans:
-            if not span.tapped:
-                continue
-            offsets = mask[span.start : span.start + span.count].nonzero()[:, 0].tolist()
-            if offsets:
-                rows = layers[0][[span.start + offset for offset in offsets]].float().cpu().numpy()
-                self._tapped.append((span.key, [span.position + offset for offset in offsets], rows))
+            places = wanted[span.start : span.start + span.count].nonzero()[:, 0].tolist() if span.tapped else []
+            if places:
+                rows = layers[0][[span.start + place for place in places]].float().cpu().numpy()
+                self._made.append((span.key, [span.position + place for place in places], rows))
 
-    def step_result(self) -> list[TappedRows] | None:
-        tapped, self._tapped = self._tapped, []
-        return tapped or None
+    def made(self) -> list[Tapped] | None:
+        made, self._made = self._made, []
+        return made or None

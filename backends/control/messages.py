@@ -7,6 +7,8 @@ Outputs for the client are chunks too: their edge is "@" followed by the output'
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from triton_omni.backends.core.errors import ErrorInfo
@@ -84,8 +86,7 @@ class ProgressMessage(ControlMessage, frozen=True, array_like=True, tag="progres
     """Keep-alive of a run without output."""
 
     run: bytes
-    done: float
-    total: float = 0.0
+    meta: dict[str, Any] = {}
 
 
 class Transfer(msgspec.Struct, array_like=True):

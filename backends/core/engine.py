@@ -17,7 +17,6 @@ from typing import Any, Protocol
 from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.errors import OmniError
 from triton_omni.backends.core.generate import GenerateRequest
-from triton_omni.backends.core.outputs import OutputPiece
 
 
 class OptionsError(ValueError):
@@ -56,26 +55,26 @@ class EngineChunk:
 
     run: Run
     tensors: tuple[Tensor, ...] = ()
-    piece: OutputPiece | None = None
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
     last: bool = False
 
 
 @dataclass(slots=True)
 class EngineOutput:
-    """A piece for the client, of the pipeline's output of the piece's kind; `tensors` holds its samples or pixels."""
+    """Something for the client: `name` is the pipeline's output ("text", "audio", "image")."""
 
     run: Run
-    piece: OutputPiece
+    name: str
     tensors: tuple[Tensor, ...] = ()
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(slots=True)
 class EngineProgress:
-    """A run that has no output yet is alive: denoising step 7 of 50, second 30 of 60 of the audio."""
+    """A sign of life with numbers, for long silent phases (denoising step 7 of 50)."""
 
     run: Run
-    done: float
-    total: float = 0.0
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(slots=True)

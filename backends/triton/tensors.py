@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 from typing import Any
@@ -13,7 +12,7 @@ import triton_python_backend_utils as pb
 
 from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.ids import OPERATOR_KEY, TRACEPARENT
+from triton_omni.backends.core.ids import TRACEPARENT
 
 
 def self_check() -> None:
@@ -72,11 +71,6 @@ def parameters(request: Any) -> dict[str, Any]:
     """The request's parameters."""
     text = request.parameters()
     return json.loads(text) if text else {}
-
-
-def has_key(request: Any, key: str) -> bool:
-    """True if the request's parameters hold the operator's key."""
-    return hmac.compare_digest(str(parameters(request).get(OPERATOR_KEY, "")).encode(), key.encode())
 
 
 def traceparent(request: Any) -> str:

@@ -60,5 +60,6 @@ PIPELINE = Pipeline(
         "voices": list(VOICES),
         "languages": list(LANGUAGES),
         "sample_rate": SAMPLE_RATE_HZ,
+        "media": ["text", "audio"],
     },
 )
