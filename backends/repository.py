@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from msgspec import structs
+
 from triton_omni.backends import wire
 from triton_omni.backends.config.load import deploy_errors, load_deploy, read_deploy
 from triton_omni.backends.config.paths import Build
 from triton_omni.backends.config.schema import Deploy, StageDeploy, to_parameters
 from triton_omni.backends.core.chunk import TensorSpec
-from triton_omni.backends.core.pipeline import Pipeline, Stage
+from triton_omni.backends.core.pipeline import Pipeline, Stage, accept_all
 
 TRITON_TYPES = {
     "bool": "TYPE_BOOL", "uint8": "TYPE_UINT8", "int8": "TYPE_INT8", "int16": "TYPE_INT16", "int32": "TYPE_INT32",
@@ -63,7 +65,8 @@ def repository_files(pipeline: Pipeline, deploy: Deploy) -> dict[str, str]:
         files[f"{model}/1/model.py"] = MODEL_PY.format(
             title=f"Stage `{stage.name}` of pipeline `{pipeline.name}`.", module="stage"
         )
-    parameters = {"pipeline": pipeline.name} | to_parameters(deploy.orchestrator)
+    checked = {s.name: deploy.stages[s.name].engine for s in pipeline.stages if s.check is not accept_all}
+    parameters = {"pipeline": pipeline.name} | to_parameters(structs.replace(deploy.orchestrator, engine=checked))
     instances = "instance_group [{ kind: KIND_CPU count: 1 }]"
     files[f"{pipeline.name}/config.pbtxt"] = _config(
         pipeline.name, PUBLIC_INPUTS, PUBLIC_OUTPUTS, instances, parameters

@@ -13,7 +13,7 @@ Public model (named after its pipeline), decoupled:
     outputs, each response carries `event` and what the event is about
       event        BYTES [1]        an Event as JSON
       text_output  BYTES [1]        text: the delta (stream) or the whole (stream=false)
-      audio        FP32  [samples]  mono samples in -1..1 at the event's `sample_rate`
+      audio        FP32  [samples]  mono samples in -1..1 at the piece's `sample_rate`
       image        UINT8 [h, w, 3]  RGB pixels
 
 The short form takes its options as Triton request parameters, named as in `SHORT_FORM`; that is what
@@ -41,23 +41,138 @@ from triton_omni.backends.core.generate import (
     decode_request,
     encode_request,
 )
-from triton_omni.backends.core.ids import TRACEPARENT, new_request_id
+from triton_omni.backends.core.ids import OPERATOR_KEY, TRACEPARENT, new_request_id
+from triton_omni.backends.core.outputs import (
+    AudioPiece,
+    Candidate,
+    FunctionCall,
+    ImagePiece,
+    OutputPiece,
+    TextPiece,
+    TokenLogprob,
+    TranscriptPiece,
+    WordTime,
+)
 
 __all__ = [
-    "AUDIO", "EVENT", "IMAGE", "OPEN", "REQUEST", "SHORT_FORM", "STREAM", "TEXT_INPUT", "TEXT_OUTPUT", "TRACEPARENT",
-    "VIDEO", "WIRE_VERSION", "BadRequest", "Deadlines", "Event", "GenerateRequest", "ImageParams", "Message",
-    "OmniError", "Part", "Sampling", "SpeechParams", "TranscriptionParams",
-    "decode_event", "decode_request", "encode_event", "encode_request", "from_line",
-    "new_request_id", "short_form", "with_stream",
+    "AUDIO",
+    "EVENT",
+    "IMAGE",
+    "OPEN",
+    "OPERATOR_KEY",
+    "REQUEST",
+    "SHORT_FORM",
+    "STREAM",
+    "TEXT_INPUT",
+    "TEXT_OUTPUT",
+    "TRACEPARENT",
+    "VIDEO",
+    "WIRE_VERSION",
+    "AudioPiece",
+    "BadRequest",
+    "Candidate",
+    "Deadlines",
+    "Event",
+    "FunctionCall",
+    "GenerateRequest",
+    "ImageParams",
+    "ImagePiece",
+    "Message",
+    "OmniError",
+    "OutputPiece",
+    "Part",
+    "PipelineStatus",
+    "Progress",
+    "RequestStatus",
+    "Sampling",
+    "SpeechParams",
+    "StageStatus",
+    "TextPiece",
+    "TokenLogprob",
+    "TranscriptPiece",
+    "TranscriptionParams",
+    "WordTime",
+    "decode_event",
+    "decode_request",
+    "encode_event",
+    "encode_request",
+    "from_line",
+    "new_request_id",
+    "short_form",
+    "text_of",
+    "with_stream",
 ]  # fmt: skip
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 REQUEST, TEXT_INPUT, STREAM = "request", "text_input", "stream"
 EVENT, TEXT_OUTPUT = "event", "text_output"
 AUDIO, IMAGE, VIDEO = "audio", "image", "video"
 OPEN = "open"
 """Input of a stage model that only the orchestrator sets: a control Open message, UINT8 [bytes]."""
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far a stage without output has come, in a unit of its own: denoising steps, seconds of audio."""
+
+    done: float
+    total: float
+
+
+class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The instances of one stage. `state` is that of the best one, "missing" if there is none.
+
+    live     runs of this pipeline in the stage
+    ready_s  seconds its worker took to become ready
+    """
+
+    state: str = "missing"
+    instances: int = 0
+    ready: int = 0
+    restarts: int = 0
+    worker_pids: tuple[int, ...] = ()
+    stub_pids: tuple[int, ...] = ()
+    ready_s: float = 0.0
+    live: int = 0
+
+
+class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One request that is not finished yet.
+
+    phase   "waiting", "opening", "answering" or "ending"
+    stages  stages whose runs are open
+    pieces  output → pieces sent
+    """
+
+    id: str
+    operation: str
+    age_s: float
+    phase: str
+    stages: tuple[str, ...]
+    pieces: dict[str, int]
+
+
+class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to the operations `health` and `requests`.
+
+    version   WIRE_VERSION of the server
+    ready     every stage has a ready instance, and runs can be opened
+    live      requests admitted; `queued` wait for admission
+    params    typed parameters that the stages take: "image", "speech.voice", …
+    about     facts about the model: voices, sample rate, …
+    requests  the oldest 100, for operation `requests`
+    """
+
+    pipeline: str
+    version: int
+    ready: bool
+    stages: dict[str, StageStatus]
+    live: int
+    queued: int
+    operations: tuple[str, ...]
+    params: tuple[str, ...] = ()
+    about: dict[str, Any] = {}
+    requests: tuple[RequestStatus, ...] = ()
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -67,23 +182,35 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     output, stage  the output ("text", "transcript", "audio", "image") and the stage it came from; on "end" those of the
                    request's own final output; "chunk" is what a directly called stage sends its consumers
     index          counts the responses of one output from 0
-    meta           facts about this piece (sample_rate of audio; step and steps of progress; …)
+    piece          what the response carries, if it carries a piece of an output
+    progress       of "progress"
+    joined         on the "end" of a request with stream=false: output → all its pieces as one
+    counts         beside `joined`: output → number of pieces
+    status         of "health"
+    aborted        on the "end" of operation "abort": requests that were ended
     outcome        "completed" or "cancelled" (a failure is a Triton error response instead)
     finish_reason  "stop", "length", "tool_calls" or "abort"
     usage          counts: prompt_tokens, completion_tokens, audio_samples, images, …
     timings        seconds since arrival: queue_s, first_<output>_s, total_s
+    acknowledge    token: a client that acknowledges sends it back as `target` once it has read this response
     """
 
-    type: Literal["text", "transcript", "audio", "image", "chunk", "progress", "end", "health"]
+    type: Literal["text", "transcript", "audio", "image", "chunk", "progress", "accepted", "end", "health"]
     request_id: str = ""
     output: str = ""
     stage: str = ""
     index: int = 0
-    meta: dict[str, Any] = {}
+    piece: OutputPiece | None = None
+    progress: Progress | None = None
+    joined: dict[str, OutputPiece] = {}
+    counts: dict[str, int] = {}
+    status: PipelineStatus | None = None
+    aborted: int | None = None
     outcome: str = ""
     finish_reason: str = ""
     usage: dict[str, float] = {}
     timings: dict[str, float] = {}
+    acknowledge: str = ""
 
 
 _event_decoder = msgspec.json.Decoder(Event)
@@ -93,6 +220,12 @@ _event_encoder = msgspec.json.Encoder()
 def encode_event(event: Event) -> bytes:
     """JSON bytes of an event."""
     return _event_encoder.encode(event)
+
+
+def text_of(event: Event) -> str | None:
+    """The text that a response carries as `text_output`; None if it carries none."""
+    piece = event.piece or event.joined.get(TextPiece.kind) or event.joined.get(TranscriptPiece.kind)
+    return piece.text if isinstance(piece, TextPiece | TranscriptPiece) else None
 
 
 def decode_event(data: bytes) -> Event:
@@ -125,7 +258,9 @@ SHORT_FORM: dict[str, tuple[str, type]] = {
 """Request parameter → (place in GenerateRequest, type). Lists are comma-separated text, dicts are JSON text."""
 
 _TENSORS = (REQUEST, TEXT_INPUT, STREAM, AUDIO, IMAGE, VIDEO)
-_IGNORED_PARAMETERS = frozenset({"id", "triton_enable_empty_final_response", "binary_data_output", TRACEPARENT})
+_IGNORED_PARAMETERS = frozenset(
+    {"id", "triton_enable_empty_final_response", "binary_data_output", TRACEPARENT, OPERATOR_KEY}
+)
 
 
 def short_form(text: str, parameters: Mapping[str, Any], stream: bool) -> GenerateRequest:

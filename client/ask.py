@@ -19,11 +19,13 @@ from triton_omni.backends.wire import (
     Event,
     GenerateRequest,
     ImageParams,
+    ImagePiece,
     Message,
     Part,
     Sampling,
     SpeechParams,
     TranscriptionParams,
+    TranscriptPiece,
 )
 from triton_omni.data_urls import is_data_url
 from triton_omni.media import Media
@@ -119,7 +121,7 @@ def _answer(
                 show(piece.text)
                 text.append(piece.text)
             if piece.audio is not None:
-                wav.add(piece.audio, int(piece.event.meta["sample_rate"]))
+                wav.add(piece.audio, piece.sample_rate_hz)
             end = piece.event
     show(f"\n[{_facts(end, wav.seconds, options.speak)}]\n")
     return "".join(text)
@@ -134,7 +136,7 @@ def speak(client: Client, options: argparse.Namespace, show: Show) -> int:
     with closing(_pieces(client, options.model, request, Media())) as pieces, WavFile(options.out) as wav:
         for piece in pieces:
             if piece.audio is not None:
-                wav.add(piece.audio, int(piece.event.meta["sample_rate"]))
+                wav.add(piece.audio, piece.sample_rate_hz)
             end = piece.event
     show(f"{_facts(end, wav.seconds, options.out)}\n")
     return 0
@@ -153,13 +155,13 @@ def transcribe(client: Client, options: argparse.Namespace, show: Show) -> int:
     segments: list[dict[str, Any]] = []
     with closing(_pieces(client, options.model, request, media)) as pieces:
         for piece in pieces:
-            if piece.event.type != "transcript" or piece.text is None:
+            segment = piece.event.piece
+            if not isinstance(segment, TranscriptPiece):
                 continue
-            meta = piece.event.meta
-            phrases.append(Phrase(meta["start_s"], meta["end_s"], piece.text))
-            segments.append({"text": piece.text, **{name: meta[name] for name in _TIMED if name in meta}})
+            phrases.append(Phrase(segment.start_s, segment.end_s, segment.text))
+            segments.append(_segment_json(segment))
             if options.format == "text":
-                show(piece.text)
+                show(segment.text)
     whole = {"text": "".join(phrase.text for phrase in phrases), "segments": segments}
     rest = {
         "text": "\n",
@@ -171,7 +173,10 @@ def transcribe(client: Client, options: argparse.Namespace, show: Show) -> int:
     return 0
 
 
-_TIMED = ("start_s", "end_s", "language", "words")
+def _segment_json(segment: TranscriptPiece) -> dict[str, Any]:
+    times = {"start_s": segment.start_s, "end_s": segment.end_s, "language": segment.language}
+    words = {"words": [msgspec.to_builtins(word) for word in segment.words]} if segment.words else {}
+    return {"text": segment.text, **times, **words}
 
 
 def draw(client: Client, options: argparse.Namespace, show: Show) -> int:
@@ -197,12 +202,13 @@ def _image(client: Client, options: argparse.Namespace, request: GenerateRequest
     request = msgspec.structs.replace(request, image=params)
     with closing(_pieces(client, options.model, request, media)) as pieces:
         for piece in pieces:
-            if piece.event.type == "progress":
-                show(f"\rstep {piece.event.meta.get('step', '?')} of {piece.event.meta.get('steps', '?')} ")
-            elif piece.image is not None:
+            progress, about = piece.event.progress, piece.event.piece
+            if progress is not None:
+                show(f"\rstep {progress.done:g} of {progress.total:g} ")
+            elif piece.image is not None and isinstance(about, ImagePiece):
                 Image.fromarray(piece.image).save(options.out)
                 height, width = piece.image.shape[:2]
-                show(f"\r{options.out}: {width}x{height}, seed {piece.event.meta.get('seed', '?')}\n")
+                show(f"\r{options.out}: {width}x{height}, seed {about.seed}\n")
     return 0
 
 

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
+import msgspec
 import numpy as np
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
@@ -18,8 +22,12 @@ from triton_omni.backends import wire
 from triton_omni.backends.wire import GenerateRequest, OmniError
 from triton_omni.pieces import NO_MEDIA, Piece, inputs_of, is_final, piece_of
 
+log = logging.getLogger("triton_omni.client")
+
 CONTROL_TIMEOUT_S = 10.0
-"""For calls that no stage works on: health, abort, the list of models."""
+"""For calls that no stage works on: health, abort, acknowledge, the list of models."""
+RETRY_S = 0.5
+"""Between two tries to acknowledge what was read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +50,7 @@ class AsyncClient:
         self.address = address
         self._headers = dict(headers or {})
         self._triton = aio.InferenceServerClient(address)
+        self._acknowledging: set[asyncio.Task[None]] = set()
 
     async def generate(
         self,
@@ -53,13 +62,15 @@ class AsyncClient:
         timeout_s: float | None = None,
         traceparent: str = "",
     ) -> AsyncGenerator[Piece, None]:
-        """Pieces of the answer as they come; the last has the event "end". Raises OmniError.
+        """Pieces of the answer as they arrive; the last has the event "end". Raises OmniError.
 
-        `media` are the tensors that message parts are slices of; client.media.Media makes both.
-        `traceparent` is the W3C trace context that the server's spans go on from.
-        `request_id` is the id that `abort` ends the request by; without one it gets one, which its events name.
-        Closing the iterator (or cancelling the task that waits for it) cancels the request at once.
+        media        the tensors that message parts are slices of; `triton_omni.Media` makes both
+        traceparent  W3C trace context, the parent of the server's spans
+        request_id   the id to `abort` the request by; without one a new one is made, which the events carry
+        Closing the iterator (or cancelling the task that waits for it) cancels the request at once. A piece counts as
+        read when the next one is asked for: the server sends only a bounded number of bytes ahead.
         """
+        request = msgspec.structs.replace(request, acknowledge=request.stream)
         call = {
             "model_name": pipeline,
             "inputs": inputs_of(request, media),
@@ -73,32 +84,40 @@ class AsyncClient:
         del call, media  # an answer can last much longer than its request is worth keeping
         failure: OmniError | None = None
         whole = False
+        receipts = _Receipts(partial(self._acknowledge, pipeline), self._acknowledging)
         try:
             async for result, error in stream:  # to its end: cancelling right after FINAL leaks in the 24.10 server
                 if error is not None:
                     failure = failures.of_triton(error.message())
                 elif failure is None:
-                    yield piece_of(result)
+                    piece = piece_of(result)
+                    yield piece
+                    receipts.add(piece.event.acknowledge)
                     whole = is_final(result)
             if not whole:
                 raise failure or wire.from_line("[unavailable] the server closed the stream before its end")
         except grpc.RpcError as error:
             raise failures.of_grpc(error) from error
         finally:
+            receipts.close()
             stream.cancel()  # does nothing to a call that has ended
 
     async def abort(self, pipeline: str, request_id: str) -> int:
         """End every live request that has this id; returns how many there were."""
         end = await self._control(pipeline, GenerateRequest(operation="abort", target=request_id))
-        return int(end.event.meta.get("aborted", 0))
+        return end.event.aborted or 0
 
     async def health(self, pipeline: str) -> dict[str, Any]:
-        """The pipeline's own word on its state: ready, stages, live, queued, about. Raises OmniError."""
-        return (await self._control(pipeline, GenerateRequest(operation="health"))).event.meta
+        """State of the pipeline: ready, stages, live, queued, about. Raises OmniError."""
+        return await self._status(pipeline, "health")
 
     async def requests(self, pipeline: str) -> dict[str, Any]:
-        """As `health`, with the list of `requests` in work. Raises OmniError."""
-        return (await self._control(pipeline, GenerateRequest(operation="requests"))).event.meta
+        """As `health`, with the list of running `requests`. Raises OmniError."""
+        return await self._status(pipeline, "requests")
+
+    async def _status(self, pipeline: str, operation: str) -> dict[str, Any]:
+        answer = await self._control(pipeline, GenerateRequest(operation=operation))
+        return msgspec.to_builtins(answer.event.status)
 
     async def models(self) -> list[Model]:
         """Public models in the server's repository, ready or not. Raises OmniError, also if the index is restricted."""
@@ -120,6 +139,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """End the channel; open requests are cancelled."""
+        await asyncio.gather(*self._acknowledging)
         await self._triton.close()
 
     async def __aenter__(self) -> Self:
@@ -131,12 +151,15 @@ class AsyncClient:
         await self.close()
 
     # ---
+    async def _acknowledge(self, pipeline: str, token: str) -> None:
+        await self._control(pipeline, GenerateRequest(operation="acknowledge", target=token))
+
     async def _control(self, pipeline: str, request: GenerateRequest) -> Piece:
         pieces = [piece async for piece in self.generate(pipeline, request, timeout_s=CONTROL_TIMEOUT_S)]
         return pieces[-1]
 
     async def is_public(self, name: str) -> bool:
-        """True for the model of a pipeline, which is configured with one and without a stage. Raises OmniError."""
+        """True for the public model of a pipeline: its parameters name a pipeline but no stage. Raises OmniError."""
         answer: Any = await self._ask(self._triton.get_model_config(name, **self._bounds()))
         parameters = answer.config.parameters
         return "pipeline" in parameters and "stage" not in parameters
@@ -153,6 +176,42 @@ class AsyncClient:
             raise wire.from_line(f"[unavailable] no answer within {CONTROL_TIMEOUT_S:g} s") from error
 
 
+class _Receipts:
+    """Tells the server what the consumer of one answer has read: one side call at a time, for the latest piece."""
+
+    def __init__(self, send: Callable[[str], Coroutine[Any, Any, None]], tasks: set[asyncio.Task[None]]) -> None:
+        """`tasks` has the task of the call while there is one."""
+        self._send = send
+        self._tasks = tasks
+        self._token = ""
+        self._is_sending = False
+
+    def add(self, token: str) -> None:
+        """The consumer has read the piece with this token; an empty token asks for no receipt."""
+        if token:
+            self._token = token
+            if not self._is_sending:
+                self._is_sending = True
+                task = asyncio.create_task(self._run())
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """The answer is over: a call on its way may end, none is repeated."""
+        self._token = ""
+
+    async def _run(self) -> None:
+        while token := self._token:
+            try:
+                await self._send(token)
+            except OmniError as error:  # the server waits for a receipt: try again while the answer lasts
+                log.debug("acknowledgment failed: %s", error.line())
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._token = self._token if self._token != token else ""
+        self._is_sending = False
+
+
 async def _once(call: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     yield call
 
@@ -163,7 +222,7 @@ def _is_stage(name: str, models: list[Model]) -> bool:
 
 
 def _unary_failure(error: InferenceServerException) -> OmniError:
-    """tritonclient's error of a unary call: "StatusCode.UNAVAILABLE" and words."""
+    """Our error for tritonclient's error of a unary call, whose status is text such as "StatusCode.UNAVAILABLE"."""
     status = str(error.status()).partition(".")[2]
     if status == "UNAVAILABLE" or "Deadline" in error.message():
         return wire.from_line(f"[unavailable] {error.message()}")

@@ -11,7 +11,7 @@ import numpy as np
 from tritonclient.grpc import InferInput, InferResult
 
 from triton_omni.backends import wire
-from triton_omni.backends.wire import Event, GenerateRequest
+from triton_omni.backends.wire import AudioPiece, Event, GenerateRequest
 
 FINAL = "triton_final_response"
 NO_MEDIA: Mapping[str, np.ndarray] = {}
@@ -22,7 +22,7 @@ _MEDIA_TYPES = {wire.AUDIO: (np.float32, "FP32"), wire.IMAGE: (np.uint8, "UINT8"
 class Piece:
     """An event, and the text or samples or pixels that it is about.
 
-    audio  (samples,) float32, mono, at `event.meta["sample_rate"]`
+    audio  (samples,) float32, mono, at `sample_rate_hz`
     image  (height, width, 3) uint8; with stream=false several pictures of one size are below each other
     """
 
@@ -30,6 +30,17 @@ class Piece:
     text: str | None = None
     audio: np.ndarray | None = None
     image: np.ndarray | None = None
+
+    @property
+    def sample_rate_hz(self) -> int:
+        """Of `audio`; 0 for a piece without."""
+        piece = self.event.piece or self.event.joined.get(wire.AUDIO)
+        return piece.sample_rate if isinstance(piece, AudioPiece) else 0
+
+    @property
+    def is_preview(self) -> bool:
+        """True for an image that a later one replaces."""
+        return self.event.piece is not None and self.event.piece.is_preview
 
 
 def inputs_of(request: GenerateRequest, media: Mapping[str, np.ndarray]) -> list[InferInput]:

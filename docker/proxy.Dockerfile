@@ -11,7 +11,8 @@ WORKDIR /source
 COPY pyproject.toml README.md ./
 COPY backends ./backends
 COPY client ./client
-RUN pip install ".[client,trace]" && rm -rf /source/build && useradd --uid 1000 --create-home proxy
+RUN pip install ".[client,trace]" && rm -rf /source/build && useradd --uid 1000 --create-home proxy \
+    && mkdir /key && chown 1000:1000 /key
 
 USER 1000
 WORKDIR /tmp

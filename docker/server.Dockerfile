@@ -25,11 +25,12 @@ COPY client ./client
 
 # Triton's stubs run the container's own Python: they get this package, msgspec and OpenTelemetry, nothing that could
 # fight numpy's version there. Engines, proxy and supervisor live in an environment of their own.
-# gcc and Python's headers: vLLM's kernels are compiled at their first use.
+# NVIDIA's image has numpy 1 for its Python backend, which is kept.
+# Compilers and Python's headers: vLLM's kernels are compiled at their first use.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev libpython3-dev \
+    && apt-get install -y --no-install-recommends gcc g++ libc6-dev libpython3-dev \
     && rm -rf /var/lib/apt/lists/* \
-    && python3 -m pip install --break-system-packages ".[trace]" virtualenv \
+    && python3 -m pip install --break-system-packages ".[trace]" "numpy<2" virtualenv \
     && python3 -m virtualenv /opt/triton-omni/engine \
     && /opt/triton-omni/engine/bin/pip install ".[${ENGINE_EXTRAS}]" ${PIP_ARGS} \
     && for file in backends/pipelines/*/requirements-engine.txt; do \
@@ -39,8 +40,9 @@ RUN apt-get update \
 
 COPY model_repository /opt/triton-omni/model_repository
 
-# the image's own user; /models is where weights are mounted, HOME where vLLM keeps what it compiled
-RUN mkdir -p /models /opt/triton-omni/logs "$HOME" && chown -R 1000:1000 /opt/triton-omni/logs /models "$HOME"
+# the image's own user; /models is where weights are mounted, HOME where vLLM keeps what it compiled, /key the operator's
+RUN mkdir -p /models /key /opt/triton-omni/logs "$HOME" \
+    && chown -R 1000:1000 /opt/triton-omni/logs /models /key "$HOME"
 USER 1000
 WORKDIR /tmp
 
@@ -49,5 +51,6 @@ EXPOSE 8000 8001 8002
 HEALTHCHECK --interval=10s --timeout=10s --start-period=30m --retries=3 \
     CMD ["/opt/triton-omni/engine/bin/python", "-m", "triton_omni.cli", "doctor", "--health"]
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["/opt/triton-omni/engine/bin/python", "-m", "triton_omni.cli", "serve", "--host", "0.0.0.0", "--no-proxy"]
+# NVIDIA's entry point first: it checks the driver and prints the image's notices
+ENTRYPOINT ["/opt/nvidia/nvidia_entrypoint.sh", "/opt/triton-omni/engine/bin/python", "-m", "triton_omni.cli", "serve", "--host", "0.0.0.0", "--no-proxy"]
 CMD ["--deploy", "/opt/triton-omni/source/backends/pipelines/chat/deploy.yaml"]

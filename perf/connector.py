@@ -49,7 +49,7 @@ def link_consumer(address: str, count: int, say: Connection) -> None:
                 if isinstance(item, Chunk) and peer is not None:
                     now = time.monotonic()
                     started = started or now
-                    lat_us.append(1e6 * (now - item.meta["at"]))
+                    lat_us.append(1e6 * (now - item.sent_s))
                     touch(item.tensors[0].data)
                     peer.release(item)
     say.send((lat_us, time.monotonic() - started))
@@ -66,7 +66,7 @@ def link_producer(address: str, size: int, count: int, pace_s: float) -> None:
         with hub.joined():
             progress = False
             for i, run in enumerate(runs if not pace_s else runs[:1]):
-                chunk = Chunk(run, "e", index[i], tensors=(Tensor.of("x", data),), meta={"at": time.monotonic()})
+                chunk = Chunk(run, "e", index[i], tensors=(Tensor.of("x", data),), sent_s=time.monotonic())
                 if sent < count and peer.put(chunk):
                     sent, progress = sent + 1, True
                     index[i] += 1

@@ -4,16 +4,16 @@
     python -m perf.diffusion                     the table, about an hour of one core
     python -m perf.diffusion --only "digits 64"  the workloads whose name contains this
 
-`off` draws one request after the other; `packed` shares steps where the weights that the engine measures when it loads
-say that it pays; `no rule` packs whatever is there, and shows why there is a rule; `stock` is what diffusers' pipeline
-does, one after the other, branch by branch (in bursts only). Loads are multiples of what `off` can serve, and the "vs
+`off` runs one request after the other; `packed` batches where the step cost that the engine measures at load says
+that it pays; `no rule` batches everything, and shows why there is a rule; `stock` is diffusers' arithmetic, one
+request after the other, branch by branch (in bursts only). Loads are multiples of the capacity of `off`, and the "vs
 off" columns compare with it.
 
-The clock is the CPU time of this process (one thread), so other work on a shared machine does not count, except that
-it makes a CPU second worth more or less from one minute to the next. So all policies of a cell live at the same time:
-each has a clock of its own, of the steps that it took, and whoever is behind takes the next steps. While an engine has
-nothing to do its clock jumps to the next arrival. `off again` is the very same policy as `off`: what it differs by is
-the error of the measurement. Every cell is the median of `--repeats` lives, each with other arrivals.
+The clock is the CPU time of this process (one thread), so other load on a shared machine does not count, except that
+it changes the speed of a CPU second from one minute to the next. So all policies of a cell run at the same time: each
+has a clock of its own steps, and the one that is behind takes the next steps. While an engine has no work its clock
+jumps to the next arrival. `off again` is the same policy as `off`: their difference is the error of the measurement.
+Every cell is the median of `--repeats` repetitions with different arrivals.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 MID = Sizes(
     layers=8, heads=8, head_dim=64, rope_axes=(16, 24, 24), latent_channels=16, vae_base=16, text_dim=256, text_layers=4
 )
-"""A random model of 78 M parameters that keeps one core busy with a single small picture."""
+"""A random model of 78 M parameters that keeps one core busy with a single small image."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ class Result:
         return len(self.latencies_s) / self.total_s
 
 
-class Life:
-    """One engine that serves one stream of requests, on a clock of its own."""
+class PolicyRun:
+    """One engine that serves one stream of requests on its own clock."""
 
     def __init__(self, engine: DiffusionEngine, workload: Workload, gap_s: float, seed: int) -> None:
         rng = random.Random(seed)
         self._engine, self._forwards = engine, engine.forwards
         self._arrivals: deque[tuple[float, GenerateRequest]] = deque()
-        self._came: dict[bytes, float] = {}
+        self._arrived_s: dict[bytes, float] = {}
         self._latencies: list[float] = []
         self._steps = 0
         self.now_s = moment = 0.0
@@ -137,7 +137,7 @@ class Life:
             while self._arrivals and self._arrivals[0][0] <= self.now_s:
                 at, request = self._arrivals.popleft()
                 run = Run(new_run_id(), "perf", request)
-                self._came[run.id] = at
+                self._arrived_s[run.id] = at
                 self._engine.open(run)
             if not self._engine.has_work:
                 self.now_s = self._arrivals[0][0]
@@ -147,18 +147,18 @@ class Life:
             for event in events:
                 assert not isinstance(event, EngineFailed), event.error.message
                 if isinstance(event, EngineFinished):
-                    self._latencies.append(self.now_s - self._came[event.run.id])
+                    self._latencies.append(self.now_s - self._arrived_s[event.run.id])
 
     def result(self) -> Result:
         return Result(self.now_s, self._latencies, self._steps / (self._engine.forwards - self._forwards))
 
 
-def together(engines: dict[str, DiffusionEngine], workload: Workload, gap_s: float, seed: int) -> dict[str, Result]:
+def run_policies(engines: dict[str, DiffusionEngine], workload: Workload, gap_s: float, seed: int) -> dict[str, Result]:
     """Every engine serves the same stream; the one that is behind takes the next turn."""
-    lives = {policy: Life(engine, workload, gap_s, seed) for policy, engine in engines.items()}
-    while going := [life for life in lives.values() if not life.is_over]:
-        min(going, key=lambda life: life.now_s).turn()
-    return {policy: life.result() for policy, life in lives.items()}
+    runs = {policy: PolicyRun(engine, workload, gap_s, seed) for policy, engine in engines.items()}
+    while unfinished := [run for run in runs.values() if not run.is_over]:
+        min(unfinished, key=lambda run: run.now_s).turn()
+    return {policy: run.result() for policy, run in runs.items()}
 
 
 def model_folders(work: Path, needed: set[str]) -> dict[str, Path]:
@@ -176,13 +176,13 @@ def measure(workload: Workload, folder: Path, repeats: int) -> Iterator[str]:
         policy: DiffusionEngine(EngineContext("image", STAGE, {"model": str(folder), **options}))
         for policy, options in POLICIES.items()
     }
-    print(f"{workload.name}: weights {engines['packed'].weights}", file=sys.stderr, flush=True)
-    together(engines, Workload("", "", 1, workload.sides[:1], (2,), (2.5,)), 0.0, 0)
+    print(f"{workload.name}: step cost {engines['packed'].step_cost}", file=sys.stderr, flush=True)
+    run_policies(engines, Workload("", "", 1, workload.sides[:1], (2,), (2.5,)), 0.0, 0)
     service_s = 0.0
     for load in workload.loads:
         if load:
             engines.pop("stock", None)
-        found = [together(engines, workload, service_s / load if load else 0.0, seed) for seed in range(repeats)]
+        found = [run_policies(engines, workload, service_s / load if load else 0.0, seed) for seed in range(repeats)]
         if not service_s:
             service_s = statistics.median(1 / one["off"].per_s for one in found)
         for policy in engines:
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     chosen = [w for w in WORKLOADS if args.only in w.name]
-    print("| workload | load | batching | pictures / CPU-s | vs off | mean ms | vs off | p95 ms | requests / step |")
+    print("| workload | load | batching | images / CPU-s | vs off | mean ms | vs off | p95 ms | requests / step |")
     print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as work:
         folders = model_folders(Path(work), {w.model for w in chosen})

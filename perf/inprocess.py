@@ -117,12 +117,11 @@ class Chain:
 
     def _route(self, job: Job, stage: str, event: EngineEvent) -> None:
         match event:
-            case EngineOutput(run, name, tensors, meta):
-                if name in run.wanted:
-                    samples = tensors[0].spec.shape[0] if name == "audio" else 0
-                    job.pieces.append(Piece(time.monotonic(), name, samples / meta.get("sample_rate", 1)))
-            case EngineChunk(run, tensors, meta, last):
-                self._pass_on(job, Chunk(run.id, stage, job.sent[stage], last, tensors, meta))
+            case EngineOutput(run, piece):
+                if piece.kind in run.wanted:
+                    job.pieces.append(Piece(time.monotonic(), piece.kind, piece.playback_s))
+            case EngineChunk(run, tensors, piece, last):
+                self._pass_on(job, Chunk(run.id, stage, job.sent[stage], last, tensors, piece))
             case EngineFinished(run):
                 self._pass_on(job, Chunk(run.id, stage, job.sent[stage], True))
                 self._close(job, stage)

@@ -52,7 +52,7 @@ def _audio_s(event: Mapping[str, Any], outputs: Mapping[str, Any]) -> float:
     if event["type"] != "audio":
         return 0.0
     samples = outputs["audio"]
-    return (len(samples) if isinstance(samples, list) else 1) / event["meta"]["sample_rate"]
+    return (len(samples) if isinstance(samples, list) else 1) / event["piece"]["sample_rate"]
 
 
 def first_ms(one: Heard, output: str) -> float | None:

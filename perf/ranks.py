@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a second rank brings to the steps of one picture with guidance: one process against two, a thread each.
+"""What a second rank brings to the steps of one image with guidance: one process against two, a thread each.
 
     python -m perf.ranks                   the table, a few minutes of two cores
     python -m perf.ranks --only digits
 
-A step here is both guidance branches of one picture, guidance itself and the scheduler. `wall` is what a client waits;
+A step here is both guidance branches of one image, guidance itself and the scheduler. `wall` is what a client waits;
 it needs a core for each rank, which a shared machine does not always give. `CPU` is the CPU time of the busiest rank:
-what a step would take if every rank had its core at once. The engines draw one picture in turns, `--repeats` times;
-each number is the median over all steps but the first of a picture, when texts travel.
+what a step would take if every rank had its core at once. The engines draw one image in turns, `--repeats` times;
+each number is the median over all steps but the first of an image, when texts travel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from triton_omni.backends.diffusion.engine import DiffusionEngine
 
 STEPS = 10
 SIDES = {"digits": (64, 128, 256), "mid": (64, 256)}
-MANNERS: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "cfg: 2": {"parallel": {"cfg": 2}},
     "one rank, seq": {"batching": "seq"},
@@ -52,7 +52,7 @@ def cpu_s(pid: int) -> float:
 
 
 def steps_of(engine: DiffusionEngine, side: int) -> Iterator[Cost]:
-    """Draw one picture; what its steps cost."""
+    """Draw one image; what its steps cost."""
     options = {"width": side, "height": side, "steps": STEPS, "seed": 1, "true_cfg_scale": 2.5, "negative_prompt": " "}
     request = GenerateRequest(operation="image", input="a red 7 on a yellow background", stages={STAGE: options})
     run = Run(new_run_id(), "perf", request)
@@ -70,19 +70,19 @@ def steps_of(engine: DiffusionEngine, side: int) -> Iterator[Cost]:
         engine.step()
 
 
-def measure(folder: Path, sides: tuple[int, ...], manners: tuple[str, str], repeats: int) -> Iterator[str]:
-    """Both manners in turns, as rows; only one engine with ranks fits into a process."""
+def measure(folder: Path, sides: tuple[int, ...], configs: tuple[str, str], repeats: int) -> Iterator[str]:
+    """Both configurations, alternating, as table rows. Only one engine with ranks fits into a process."""
     one, two = (
-        DiffusionEngine(EngineContext("image", STAGE, {"model": str(folder), "max_batch_tokens": 1, **MANNERS[manner]}))
-        for manner in manners
+        DiffusionEngine(EngineContext("image", STAGE, {"model": str(folder), "max_batch_tokens": 1, **CONFIGS[config]}))
+        for config in configs
     )
     with closing(one), closing(two):
         for side in sides:
             found = [[_median(steps_of(engine, side)) for engine in (one, two)] for _ in range(repeats + 1)]
             costs = [_median(each) for each in zip(*found[1:], strict=True)]
-            for manner, cost in zip(manners, costs, strict=True):
+            for config, cost in zip(configs, costs, strict=True):
                 yield (
-                    f"{side} px | {manner} | {cost.wall_s * 1e3:.1f} | {cost.wall_s / costs[0].wall_s:.2f} | "
+                    f"{side} px | {config} | {cost.wall_s * 1e3:.1f} | {cost.wall_s / costs[0].wall_s:.2f} | "
                     f"{cost.busiest_s * 1e3:.1f} | {cost.busiest_s / costs[0].busiest_s:.2f} |"
                 )
 
@@ -96,9 +96,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="models whose name contains this")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    print("| picture | manner | wall ms / step | vs one | CPU ms / step, busiest rank | vs one |")
+    print("| image | config | wall ms / step | vs one | CPU ms / step, busiest rank | vs one |")
     print("|---|---|---|---|---|---|")
-    names = list(MANNERS)
+    names = list(CONFIGS)
     models = {model for model in SIDES if args.only in model}
     with tempfile.TemporaryDirectory() as work:
         for model, folder in model_folders(Path(work), models).items():

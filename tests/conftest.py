@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes `tests.kit` importable however pytest is started, and gives servers that many tests share."""
+"""Servers that many tests share."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +12,12 @@ import pytest
 if TYPE_CHECKING:
     from tests.kit.triton_server import RunningServer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the server that was tested: TRITON_OMNI_SERVER may point at another one."""
+    kit = sys.modules.get("tests.kit.triton_server")
+    if kit is not None and kit.VERSIONS:
+        terminalreporter.write_line(f"tritonserver {', '.join(sorted(kit.VERSIONS))}")
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,8 @@
 """The autoregressive engine: vLLM's own engine, stepped in the worker's loop.
 
 Continuous batching, paged KV cache, chunked prefill and prefix caching are vLLM's; runs join and leave between two
-steps. This module knows no model: what a request's prompt looks like comes from a PromptBuilder.
+steps. This module knows no model: a pipeline's PromptBuilder makes the prompts, and its RunFeed the chunks for consumer
+stages.
 """
 
 from __future__ import annotations
@@ -12,32 +13,36 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from triton_omni.backends.ar.grammars import cancel_compiling, is_compiling, when_compiled
-from triton_omni.backends.ar.load import load_llm
+from triton_omni.backends.ar.llm import Llm
 from triton_omni.backends.ar.options import read_options
-from triton_omni.backends.ar.params import REFUSALS, Defaults, is_refused, refusal_of, vllm_params
+from triton_omni.backends.ar.params import ParamDefaults, is_refused, vllm_params
 from triton_omni.backends.ar.sampling import check_max_tokens, stage_sampling
 from triton_omni.backends.ar.schemas import check_schema
+from triton_omni.backends.ar.taps import TappedRows
 from triton_omni.backends.ar.tools import ANY, CallScanner, check_tools, forced_calls
-from triton_omni.backends.ar.upstream import scheduled
-from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFailed, EngineFinished, EngineOutput, Run
-from triton_omni.backends.core.errors import BadRequest, ErrorInfo, OmniError, StageFailed
+from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFailed, EngineOutput, Run
+from triton_omni.backends.core.errors import BadRequest, ErrorInfo, StageFailed
 from triton_omni.backends.core.generate import Sampling
+from triton_omni.backends.core.outputs import Candidate, FunctionCall, TextPiece, TokenLogprob, TranscriptPiece
 from triton_omni.backends.core.pipeline import EngineContext
 
 log = logging.getLogger("triton_omni.ar")
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class LlmPrompt:
     """What the model reads.
 
-    `media` is vLLM's multi_modal_data, with one placeholder token per item in the ids, `processor` options for the
-    model's own processor of media. `audio_tokens` of the ids stand for sounds as a transcriber heard them.
+    token_ids     with one placeholder token for each media item
+    media         vLLM's multi_modal_data
+    processor     options of the model's own media processor
+    audio_tokens  how many of the ids are transcripts of audio parts
     """
 
     token_ids: list[int]
@@ -50,42 +55,69 @@ class PromptBuilder(Protocol):
     """The model-specific half of a request."""
 
     def check(self, run: Run) -> None:
-        """Raise BadRequest for what can be refused before upstream stages have worked."""
+        """Raise BadRequest for what can be refused before upstream stages have run."""
         ...
 
-    def build(self, run: Run, transcripts: Sequence[str]) -> Prompt:
-        """The prompt; `transcripts` stand for the audio parts, in order, if a transcriber stage feeds this one."""
+    def build(self, run: Run, transcripts: Sequence[str]) -> LlmPrompt:
+        """The prompt; `transcripts` replace the audio parts, in order, if a transcriber stage feeds this one."""
         ...
+
+
+class RunFeed(Protocol):
+    """Makes one run's chunks for the consumer stages. Made by the pipeline for each run that has a consumer."""
+
+    def on_tapped(self, positions: Sequence[int], rows: np.ndarray) -> None:
+        """Take hidden rows (positions, hidden) float32 of prompt positions, if the engine has taps."""
+        ...
+
+    def chunks(self, output: RequestOutput) -> Iterable[EngineChunk]:
+        """The chunks of one step's output."""
+        ...
+
+
+class TextFeed:
+    """The RunFeed of consumers that read text: each chunk is the step's new text."""
+
+    def __init__(self, state: ArRunState) -> None:
+        self._run = state.run
+
+    def on_tapped(self, positions: Sequence[int], rows: np.ndarray) -> None:
+        """Text needs no hidden rows."""
+
+    def chunks(self, output: RequestOutput) -> Iterable[EngineChunk]:
+        text = output.outputs[0].text
+        return (EngineChunk(self._run, piece=TextPiece(text)),) if text else ()
 
 
 @dataclass(eq=False, slots=True)
-class Live:
-    """A run's state, hung on `run.state`. `waiting_for` counts upstream edges that have not ended."""
+class ArRunState:
+    """State of one run, kept on `run.state`.
+
+    waiting_for    upstream edges that have not ended
+    scanner        takes function calls out of the text, if the request has tools
+    transcripts    by number of the audio part
+    scheduled      vLLM's record of the run, once it has started
+    held_ids       tokens whose text is not out yet: part of a character, or of a possible stop string
+    """
 
     run: Run
     key: str
     sampling: Sampling
     waiting_for: int
-    calls: CallScanner | None = None
-    """Takes function calls out of the text, if the request brings tools."""
+    scanner: CallScanner | None = None
+    feed: RunFeed | None = None
     transcripts: dict[int, str] = field(default_factory=dict[int, str])
     scheduled: Any = None
-    """vLLM's record of the run, once it has started."""
     prompt_tokens: int = 0
     prompt_audio_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     held_ids: list[int] = field(default_factory=list[int])
-    """Tokens whose text has not come out yet: part of a character, or of what may become a stop string."""
-    held_logprobs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    in_call: bool = False
-    """The last token belonged to a function call; kept by a pipeline's feed."""
-    hidden: dict[int, Any] = field(default_factory=dict[int, Any])
-    """Hidden rows by position, kept by a pipeline's taps for its feed."""
+    held_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
 
     @property
     def grammar_field(self) -> str:
-        """The field of the request that a grammar of its text comes from; "" if it may be any text."""
+        """The request's field that a grammar of its text comes from; empty if it may be any text."""
         if self.sampling.json_schema is not None:
             return "sampling.json_schema"
         return "" if self.run.request.tool_choice == ANY else "tools"
@@ -100,37 +132,35 @@ class Live:
         }
 
 
-Feed = Callable[[Live, RequestOutput], Iterable[EngineChunk]]
-"""Makes the chunks for the consumer stages from what one step made of a run."""
-
-
-def text_feed(live: Live, output: RequestOutput) -> Iterable[EngineChunk]:
-    """The new text, if there is any."""
-    text = output.outputs[0].text
-    return (EngineChunk(live.run, meta={"text": text}),) if text else ()
-
-
 class ArEngine:
-    """core.engine.Engine on one vLLM LLMEngine in this process."""
+    """core.engine.Engine on one vLLM engine in this process."""
 
     def __init__(
         self,
         context: EngineContext,
         prompts: Callable[[Any], PromptBuilder],
-        feed: Feed | None = None,
-        needed: Mapping[str, Any] | None = None,
+        feed: Callable[[ArRunState], RunFeed] = TextFeed,
+        engine_args: Mapping[str, Any] | None = None,
     ) -> None:
-        """`prompts` makes the prompt builder from the checkpoint's tokenizer; `feed` makes the chunks for consumers,
-        text if it is not given; `needed` are EngineArgs that the model cannot do without."""
+        """`prompts` makes the prompt builder from the checkpoint's tokenizer; `engine_args` are vLLM EngineArgs that
+        the pipeline requires."""
         self.stage = context.stage
         self.options = read_options(context.options, context.stage)
-        self.llm = load_llm(self.options, context, needed)
-        self.max_model_len: int = self.llm.model_config.max_model_len
-        self._defaults = Defaults.of(self.llm, self.options)
-        self._feed = feed or text_feed
+        self.llm = Llm(self.options, context, engine_args)
+        self.max_model_len = self.llm.max_model_len
+        self.runs: dict[str, ArRunState] = {}
+        self._defaults = ParamDefaults.of(self.llm.engine, self.options)
+        self._feed = feed
         self._wake = context.wake
-        self._prompts = prompts(self.llm.renderer.get_tokenizer())
-        self.live: dict[str, Live] = {}
+        self._prompts = prompts(self.llm.engine.renderer.get_tokenizer())
+        self.llm.warm_up()
+
+    def on_tapped(self, tapped: Sequence[TappedRows]) -> None:
+        """Hand hidden rows to their runs' feeds. Rows that a preempted run computes again were sent before."""
+        for key, positions, rows in tapped:
+            state = self.runs.get(key)
+            if state is not None and state.feed is not None and not state.completion_tokens:
+                state.feed.on_tapped(positions, rows)
 
     # --- Engine ---------------------------------------------------------------------------------------------------
     def open(self, run: Run) -> None:
@@ -140,150 +170,135 @@ class ArEngine:
             check_schema(sampling.json_schema, "sampling.json_schema")
         check_tools(run.request)
         self._prompts.check(run)
-        live = Live(run, run.id.hex(), sampling, len(run.upstream), CallScanner() if run.request.tools else None)
-        if live.waiting_for:
-            self._params(live, self.max_model_len)  # refuse bad sampling before the upstream stages work
+        state = ArRunState(run, run.id.hex(), sampling, len(run.upstream), CallScanner() if run.request.tools else None)
+        if run.feeds:
+            state.feed = self._feed(state)
+        if state.waiting_for:
+            self._params(state, self.max_model_len)  # refuse bad sampling before the upstream stages run
         else:
-            self._start(live)
-        run.state = live
+            self._start(state)
+        run.state = state
 
-    def feed(self, run: Run, inputs: Any, last: bool) -> bool:
-        """Take {"index": audio part, "text": transcript}; the run starts when every upstream edge has ended."""
-        live: Live = run.state
-        if inputs:
-            live.transcripts[inputs["index"]] = inputs["text"]
+    def feed(self, run: Run, inputs: TranscriptPiece | None, last: bool) -> bool:
+        """Take the transcript of an audio part; the run starts when every upstream edge has ended."""
+        state: ArRunState = run.state
+        if inputs is not None:
+            state.transcripts[inputs.part] = inputs.text
         if last:
-            live.waiting_for -= 1
-            if not live.waiting_for:
-                self._start(live)
+            state.waiting_for -= 1
+            if not state.waiting_for:
+                self._start(state)
         return True
 
     def stop(self, run: Run) -> None:
-        live: Live | None = run.state
-        if live is not None and self.live.pop(live.key, None) is not None:
-            self.llm.abort_request([live.key])
-            cancel_compiling(live.scheduled)
+        state: ArRunState | None = run.state
+        if state is not None and self.runs.pop(state.key, None) is not None:
+            self.llm.abort(state.key)
+            cancel_compiling(state.scheduled)
 
     def step(self) -> Sequence[EngineEvent]:
         events: list[EngineEvent] = []
         for output in self.llm.step():
-            assert isinstance(output, RequestOutput), "pooling requests are never added"
-            live = self.live.get(output.request_id)
-            if live is not None:
-                events += self._made_of(live, output)
+            state = self.runs.get(output.request_id)
+            if state is not None:
+                events += self._contained_events(state, output)
         return events
 
     @property
     def has_work(self) -> bool:
         """Runs whose grammar is being compiled do not count: the loop is woken when that is done."""
-        return any(not is_compiling(live.scheduled) for live in self.live.values())
+        return any(not is_compiling(state.scheduled) for state in self.runs.values())
 
     def close(self) -> None:
-        self.llm.engine_core.shutdown()
+        self.llm.close()
 
     # --- start ----------------------------------------------------------------------------------------------------
-    def _start(self, live: Live) -> None:
+    def _start(self, state: ArRunState) -> None:
         """Hand the run to vLLM's scheduler; raises BadRequest, and then nothing is kept."""
-        missing = [i for i in range(len(live.transcripts)) if i not in live.transcripts]
+        missing = [i for i in range(len(state.transcripts)) if i not in state.transcripts]
         if missing:
-            raise StageFailed(f"there is no transcript of audio part {missing[0]}", self.stage)
-        transcripts = [live.transcripts[i] for i in range(len(live.transcripts))]
-        prompt = self._prompts.build(live.run, transcripts)
-        live.prompt_tokens, live.prompt_audio_tokens = len(prompt.token_ids), prompt.audio_tokens
-        room = self.max_model_len - live.prompt_tokens
-        if room < 1:
-            raise BadRequest(
-                f"the messages are {live.prompt_tokens} tokens long; this deployment takes {self.max_model_len} "
-                "tokens of messages and answer together",
-                "messages",
-            )
-        params = self._params(live, room)
+            raise StageFailed(f"no transcript of audio part {missing[0]}", self.stage)
+        transcripts = [state.transcripts[i] for i in range(len(state.transcripts))]
+        prompt = self._prompts.build(state.run, transcripts)
+        state.prompt_tokens, state.prompt_audio_tokens = len(prompt.token_ids), prompt.audio_tokens
+        params = self._params(state, self.llm.room_after(state.prompt_tokens))
         inputs = TokensPrompt(prompt_token_ids=prompt.token_ids)
         if prompt.media:
             inputs["multi_modal_data"] = prompt.media
             inputs["mm_processor_kwargs"] = dict(prompt.processor)
-            # hidden rows of media positions come from computing them, never out of the cache
-            params.skip_reading_prefix_cache = live.run.feeds
-        honours = self.options.scheduling_policy == "priority"
-        try:
-            # vLLM serves low numbers first, our requests say high for urgent
-            self.llm.add_request(live.key, inputs, params, priority=-live.run.request.priority if honours else 0)
-        except REFUSALS as error:
-            raise refusal_of(error, self._at_fault(params, live)) from None
-        live.scheduled = scheduled(self.llm, live.key)
-        self.live[live.key] = live
-        when_compiled(live.scheduled, self._wake)
+            # hidden rows of media positions come from computing them, not from the cache
+            params.skip_reading_prefix_cache = state.run.feeds
+        state.scheduled = self.llm.add(state.run, state.key, inputs, params, lambda: self._refused_field(params, state))
+        self.runs[state.key] = state
+        when_compiled(state.scheduled, self._wake)
 
-    def _params(self, live: Live, room: int) -> SamplingParams:
-        grammar = forced_calls(live.run.request.tools, live.run.request.tool_choice)
-        return vllm_params(live.sampling, self._defaults, room=room, key=live.key, grammar=grammar)
+    def _params(self, state: ArRunState, room: int) -> SamplingParams:
+        grammar = forced_calls(state.run.request.tools, state.run.request.tool_choice)
+        return vllm_params(state.sampling, self._defaults, room=room, key=state.key, grammar=grammar)
 
-    def _at_fault(self, params: SamplingParams, live: Live) -> str:
-        """The field that a refusal without a name is about: what vLLM does not refuse alone is in order."""
+    def _refused_field(self, params: SamplingParams, state: ArRunState) -> str:
+        """The field that a refusal without a name is about: parts that vLLM accepts on their own are in order."""
         plain = params.clone()
         plain.structured_outputs = None
-        if is_refused(self.llm, plain):
+        if is_refused(self.llm.engine, plain):
             return "sampling"
-        return live.grammar_field if is_refused(self.llm, params) else "messages"
+        return state.grammar_field if is_refused(self.llm.engine, params) else "messages"
 
-    # --- what came out --------------------------------------------------------------------------------------------
-    def _made_of(self, live: Live, output: RequestOutput) -> list[EngineEvent]:
-        """What a step made of a run. The step was everyone's, so what our code does over it ends this run alone."""
+    # --- outputs --------------------------------------------------------------------------------------------------
+    def _contained_events(self, state: ArRunState, output: RequestOutput) -> list[EngineEvent]:
+        """Events of one run's output. The step computed all runs, so an error of our code here ends this run only."""
         try:
-            return self._events(live, output)
-        except Exception as error:  # the engine-loop border: a bug over one answer must not end the others
-            request_id = live.run.request_id
+            return self._events(state, output)
+        except Exception as error:  # the engine-loop border
+            request_id = state.run.request_id
             log.exception("an answer failed: request %s", request_id, extra={"request_id": request_id})
-            self.stop(live.run)
-            return [EngineFailed(live.run, ErrorInfo.of(error, self.stage).error())]
+            self.stop(state.run)
+            return [EngineFailed(state.run, ErrorInfo.of(error, self.stage).error())]
 
-    def _events(self, live: Live, output: RequestOutput) -> list[EngineEvent]:
-        made = output.outputs[0]
-        live.held_ids += made.token_ids
-        live.held_logprobs += _logprobs(made)
-        live.completion_tokens += len(made.token_ids)
-        live.cached_tokens = max(live.cached_tokens, output.num_cached_tokens or 0)
+    def _events(self, state: ArRunState, output: RequestOutput) -> list[EngineEvent]:
+        completion = output.outputs[0]
+        state.held_ids += completion.token_ids
+        state.held_logprobs += _logprobs(completion)
+        state.completion_tokens += len(completion.token_ids)
+        state.cached_tokens = max(state.cached_tokens, output.num_cached_tokens or 0)
         if output.prompt_token_ids is not None:
-            live.prompt_tokens = len(output.prompt_token_ids)  # media placeholders have been expanded
+            state.prompt_tokens = len(output.prompt_token_ids)  # media placeholders have been expanded
+        text, calls = completion.text, []
+        if state.scanner is not None:
+            text, calls = state.scanner.feed(completion.text, output.finished)
         events: list[EngineEvent] = []
-        text, calls = (made.text, []) if live.calls is None else live.calls.feed(made.text, output.finished)
-        if text or calls or (output.finished and live.held_ids):
-            events.append(self._output(live, text, calls))
-        if live.run.feeds:
-            events += self._feed(live, output)
+        if text or calls or (output.finished and state.held_ids):
+            events.append(self._output(state, text, calls))
+        if state.feed is not None:
+            events += state.feed.chunks(output)
         if output.finished:
-            del self.live[live.key]
-            events.append(self._end(live, made.finish_reason or ""))
+            del self.runs[state.key]
+            events.append(self._end(state, completion.finish_reason))
         return events
 
-    def _output(self, live: Live, text: str, calls: list[dict[str, str]]) -> EngineOutput:
-        meta: dict[str, Any] = {"text": text, "token_ids": live.held_ids}
-        if calls:
-            meta["tool_calls"] = calls
-        if live.held_logprobs:
-            meta["logprobs"] = live.held_logprobs
-        live.held_ids, live.held_logprobs = [], []
-        return EngineOutput(live.run, "text", meta=meta)
+    def _output(self, state: ArRunState, text: str, calls: list[FunctionCall]) -> EngineOutput:
+        piece = TextPiece(text, tuple(state.held_ids), tuple(state.held_logprobs), tuple(calls))
+        state.held_ids, state.held_logprobs = [], []
+        return EngineOutput(state.run, piece)
 
-    def _end(self, live: Live, reason: str) -> EngineEvent:
-        if reason == "stop" and live.calls is not None and live.calls.found:
+    def _end(self, state: ArRunState, reason: str | None) -> EngineEvent:
+        if reason == "stop" and state.scanner is not None and state.scanner.calls_seen:
             reason = "tool_calls"
-        if reason in ("stop", "length", "tool_calls"):
-            return EngineFinished(live.run, reason, live.usage())
-        if live.grammar_field:  # a grammar is compiled beside the steps; this is how it fails
-            error: OmniError = BadRequest("the schema cannot be turned into a grammar", live.grammar_field)
-        else:
-            error = StageFailed(f"vLLM ended the run: {reason or 'no reason given'}", self.stage)
-        return EngineFailed(live.run, error)
+        if reason not in ("stop", "length", "tool_calls") and state.grammar_field:
+            # grammars are compiled beside the steps; a failed one surfaces as an end without a natural reason
+            return EngineFailed(
+                state.run, BadRequest("the schema cannot be turned into a grammar", state.grammar_field)
+            )
+        return self.llm.end_of(state.run, reason, state.usage())
 
 
-def _logprobs(made: CompletionOutput) -> list[dict[str, Any]]:
+def _logprobs(completion: CompletionOutput) -> list[TokenLogprob]:
     """One entry per token: its id, text, log-probability and the most probable alternatives, best first."""
-    entries: list[dict[str, Any]] = []
-    for token_id, candidates in zip(made.token_ids, made.logprobs or (), strict=False):
+    entries: list[TokenLogprob] = []
+    for token_id, candidates in zip(completion.token_ids, completion.logprobs or (), strict=False):
         assert candidates is not None, "None stands for a prompt's first token only"
         ranked = sorted(candidates.items(), key=lambda item: item[1].rank or 0)
-        top = [{"token_id": i, "token": c.decoded_token or "", "logprob": c.logprob} for i, c in ranked]
-        chosen = next(entry for entry in top if entry["token_id"] == token_id)
-        entries.append(chosen | {"top": top})
+        top = tuple(Candidate(i, c.decoded_token or "", c.logprob) for i, c in ranked)
+        chosen = next(candidate for candidate in top if candidate.token_id == token_id)
+        entries.append(TokenLogprob(token_id, chosen.token, chosen.logprob, top))
     return entries

@@ -3,8 +3,9 @@
 
 Why each one is here (measured on the CPU build of vLLM 0.32 unless marked):
 
-OMP_NUM_THREADS            one thread, unless deploy says `threads`: with several processes on few cores OpenMP's
-                           barriers cost 5 to 30 times a decode step (13.6 ms against 474 ms on 2 shared cores)
+OMP_NUM_THREADS            deploy's `threads`; else one on a CPU: with several processes on few cores OpenMP's barriers
+                           cost 5 to 30 times a decode step (13.6 ms against 474 ms on 2 shared cores); beside a GPU
+                           GPU_THREADS, which prepare media
 LD_PRELOAD libiomp5        Intel's OpenMP instead of GNU's: from two threads on its barrier gives way to other
                            processes (22 against 4 tokens/s on 2 busy cores; with one thread no difference was
                            measured);
@@ -12,7 +13,13 @@ LD_PRELOAD libiomp5        Intel's OpenMP instead of GNU's: from two threads on 
 TORCH_COMPILE_DISABLE      vLLM compiles one helper of `logprobs` at its first use, 18 s in which no run advances
 VLLM_ENABLE_V1_MULTIPROCESSING  0: the engine lives in the worker's own loop, not in two more processes
 VLLM_USE_V2_MODEL_RUNNER   0, unless set: our hooks have been run on the V1 runner only (see upstream_v2.py)
-VLLM_NO_USAGE_STATS, DO_NOT_TRACK  a worker talks to nobody
+VLLM_NO_USAGE_STATS, DO_NOT_TRACK  a worker opens no connection of its own
+
+On a GPU (read in vLLM 0.32, not run):
+
+VLLM_BATCH_INVARIANT           1 if deploy says `batch_invariant`
+VLLM_USE_FLASHINFER_SAMPLER    0, and a fixed PATH: FlashInfer is used only where nvcc and ninja are on PATH, so
+                               sampling would differ between hosts and compile for minutes
 
 With tensor_parallel_size > 1, where every rank is a process of its own (ranks.py):
 
@@ -30,12 +37,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-RUN_DIR = "TRITON_OMNI_RUN_DIR"  # triton_omni.backends.config's name for it, which this room may not import
+RUN_DIR = "TRITON_OMNI_RUN_DIR"  # triton_omni.backends.config's name for it, which this package may not import
+GPU_THREADS = 8
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Has a C compiler, which Triton-the-language needs, and neither nvcc nor ninja."""
 
 
 def worker_environment(options: Mapping[str, Any], device: str, prefix: Path) -> dict[str, str]:
     """Variables for a worker whose interpreter lives under `prefix` (…/bin/python → …)."""
-    found = {
+    variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0"),
         "VLLM_NO_USAGE_STATS": "1",
@@ -43,16 +53,19 @@ def worker_environment(options: Mapping[str, Any], device: str, prefix: Path) ->
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
     ranks = options.get("tensor_parallel_size", 1)
-    if isinstance(ranks, int) and ranks > 1:  # what is no number is refused when the options are read
-        found |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        found["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "0"
-        found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if device == "cpu" else {}
-        found |= {"TMPDIR": os.environ[RUN_DIR]} if RUN_DIR in os.environ else {}
+    if isinstance(ranks, int) and ranks > 1:  # a wrong type is refused when the options are read
+        variables |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        variables["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "0"
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if device == "cpu" else {}
+        variables |= {"TMPDIR": os.environ[RUN_DIR]} if RUN_DIR in os.environ else {}
+    threads = options.get("threads")
     if device != "cpu":
-        return found
-    found |= {"OMP_NUM_THREADS": str(options.get("threads", 1)), "TORCH_COMPILE_DISABLE": "1"}
+        variables |= {"OMP_NUM_THREADS": str(threads or min(GPU_THREADS, os.cpu_count() or 1)), "PATH": SYSTEM_PATH}
+        variables |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        return variables | ({"VLLM_BATCH_INVARIANT": "1"} if options.get("batch_invariant") else {})
+    variables |= {"OMP_NUM_THREADS": str(threads or 1), "TORCH_COMPILE_DISABLE": "1"}
     openmp = prefix / "lib" / "libiomp5.so"
     preloaded = os.environ.get("LD_PRELOAD", "")
     if openmp.exists() and "omp" not in preloaded:
-        found["LD_PRELOAD"] = f"{openmp}:{preloaded}" if preloaded else str(openmp)
-    return found
+        variables["LD_PRELOAD"] = f"{openmp}:{preloaded}" if preloaded else str(openmp)
+    return variables

@@ -21,8 +21,11 @@ from triton_omni.backends.ar.upstream import RANK_WORKER
 from triton_omni.backends.core.engine import OptionsError
 from triton_omni.backends.core.pipeline import EngineContext
 
-OURS = frozenset({"model", "threads", "sampling", "vllm", "enforce_eager", "hf_overrides", "limit_mm_per_prompt"})
+OURS = frozenset({"model", "threads", "sampling", "vllm", "batch_invariant", "hf_overrides", "limit_mm_per_prompt"})
 """Options that are not handed to vLLM under their own name."""
+FIXED_KV_UTILIZATION = 0.01
+"""gpu_memory_utilization beside a KV cache of fixed size. vLLM then only checks at start that this share of the GPU is
+free; its own default fails wherever another process holds memory."""
 
 
 def load_llm(options: ArOptions, context: EngineContext, needed: Mapping[str, Any] | None = None) -> LLMEngine:
@@ -42,7 +45,7 @@ def load_llm(options: ArOptions, context: EngineContext, needed: Mapping[str, An
     if needed and ranks > options.tensor_parallel_size:
         raise OptionsError(f"stage '{context.stage}': pipeline_parallel_size must be 1, every rank needs all rows")
     check_ranks(ranks, torch.cuda.device_count() if context.device == "cuda" else None, context.stage)
-    arguments = {"worker_cls": RANK_WORKER} | engine_arguments(options, context) | dict(needed or {})
+    arguments: dict[str, Any] = {"worker_cls": RANK_WORKER} | engine_arguments(options, context) | dict(needed or {})
     with reasons_of_ranks(context.stage) if ranks > 1 else nullcontext():
         llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
     watch_ranks(llm.model_executor)
@@ -55,12 +58,24 @@ def engine_arguments(options: ArOptions, context: EngineContext) -> dict[str, An
         key: value for key, value in msgspec.structs.asdict(options).items() if key not in OURS and value is not None
     }
     values["model"] = checkpoint(options, context.models_dir)
-    eager = options.enforce_eager
-    values["enforce_eager"] = context.device == "cpu" if eager is None else eager
+    values.setdefault("enforce_eager", context.device == "cpu")
+    if options.kv_cache_memory_bytes is not None:
+        values.setdefault("gpu_memory_utilization", FIXED_KV_UTILIZATION)
+    if options.batch_invariant and context.device == "cpu":
+        if options.dtype not in ("auto", "float32"):
+            raise OptionsError(
+                f"stage '{context.stage}': batch_invariant needs dtype float32 on a CPU (got {options.dtype})"
+            )
+        values["dtype"] = "float32"
     if options.hf_overrides:
         values["hf_overrides"] = options.hf_overrides
     if options.limit_mm_per_prompt:
         values["limit_mm_per_prompt"] = options.limit_mm_per_prompt
-    # the first request that needs a grammar would choose for all, and forced calls are written for this one
-    grammars = StructuredOutputsConfig(backend="xgrammar")
-    return values | {"disable_log_stats": True, "structured_outputs_config": grammars} | options.vllm
+    fixed = {
+        "disable_log_stats": True,
+        "async_scheduling": False,  # on by default on CUDA; not run there yet
+        # the first request that needs a grammar would choose for all, and forced calls are written for this one; with
+        # any white space allowed, a greedy model may write nothing else until max_tokens
+        "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True),
+    }
+    return values | fixed | options.vllm

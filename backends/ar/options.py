@@ -34,27 +34,32 @@ class ArOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How vLLM runs one checkpoint; names and meanings are vLLM's where it has them.
 
     model        folder with a checkpoint; a relative name is looked up in the models folder
-    threads      OpenMP threads on a CPU (read by environment.py, before this process exists)
+    threads      OpenMP threads (read by environment.py, before this process exists); None: one on a CPU
     sampling     defaults for requests
     kv_cache_memory_bytes   fixed size of the KV cache: also saves the memory-profiling run at start
+    gpu_memory_utilization  share of the GPU that must be free at start; None: what vLLM wants, or almost nothing if the
+                            KV cache has a fixed size, so that stages can share a GPU and restart beside each other
     scheduling_policy       "priority" honours the request's priority; equal priorities are first come, first served
+    batch_invariant         the tokens of a run do not depend on the runs beside it: float32 on a CPU, vLLM's
+                            batch-invariant kernels on a GPU (docs/operations.md says what it costs)
     vllm         further EngineArgs by name, for what has no key of its own here
     """
 
     model: str
     tokenizer: str | None = None
     dtype: str = "auto"
-    threads: Count = 1
+    threads: Count | None = None
     max_model_len: Count | None = None
     max_num_seqs: Count = 16
     max_num_batched_tokens: Count | None = None
-    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     kv_cache_memory_bytes: Bytes | None = None
     block_size: Count | None = None
     tensor_parallel_size: Count = 1
     quantization: str | None = None
     enforce_eager: bool | None = None
     enable_prefix_caching: bool = True
+    batch_invariant: bool = False
     scheduling_policy: str = "priority"
     seed: int = 0
     trust_remote_code: bool = False

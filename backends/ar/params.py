@@ -18,28 +18,28 @@ from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import Sampling
 
 RUN_KEY = "omni_run"
-"""Name of a run's key in SamplingParams.extra_args: vLLM adds a random suffix to request ids, this survives."""
+"""Name of a run's key in SamplingParams.extra_args. vLLM adds a random suffix to request ids; extra_args stay."""
 REFUSALS = (VLLMClientError, ValueError)
-"""How vLLM says that a request cannot be served."""
+"""Exceptions by which vLLM refuses a request."""
 
 
 @dataclass(frozen=True)
-class Defaults:
-    """What a request that says nothing gets, and the size of the vocabulary; read once per engine."""
+class ParamDefaults:
+    """Sampling defaults of the deploy file and of the model, and the size of the vocabulary; read once per engine."""
 
     deploy: SamplingDefaults
     model: Mapping[str, Any]
     vocab: int
 
     @classmethod
-    def of(cls, llm: LLMEngine, options: ArOptions) -> Defaults:
+    def of(cls, llm: LLMEngine, options: ArOptions) -> ParamDefaults:
         model = llm.model_config
         return cls(options.sampling, model.get_diff_sampling_param(), model.get_vocab_size())
 
 
 def vllm_params(
     sampling: Sampling,
-    defaults: Defaults,
+    defaults: ParamDefaults,
     *,
     room: int,
     key: str,
@@ -71,10 +71,10 @@ def _structure(schema: dict[str, Any] | None, grammar: str | None) -> Structured
     return None if schema is None else StructuredOutputsParams(json=schema)
 
 
-def refusal_of(error: Exception, otherwise: str = "sampling") -> BadRequest:
+def refusal_of(error: Exception, field: str = "sampling") -> BadRequest:
     """A BadRequest for one of REFUSALS; see sampling.refusal."""
     parameter = error.parameter if isinstance(error, VLLMValidationError) else None
-    return refusal(str(error), parameter, otherwise)
+    return refusal(str(error), parameter, field)
 
 
 def is_refused(llm: LLMEngine, params: SamplingParams) -> bool:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Input rows of runs whose conditioning arrives while they run: one RowStore in every rank, as `hooks.Rows`.
 
-The input of a step is not a token's embedding but a row that the previous frame and the next row of text make
-together. All rows stay, by position: a preempted run computes them again and must find the same ones. What crosses to
-the ranks are notes with ids; each rank makes the rows out of its own network, and all make the same.
+The input of a step is not a token's embedding but the sum of the previous frame's embedding and the next text row. All
+rows stay, by position: a preempted run computes them again and must read the same ones. Control events carry ids; each
+rank makes the rows out of its own network, and all ranks make the same.
 """
 
 from __future__ import annotations
@@ -22,34 +22,50 @@ from triton_omni.backends.ar.ranks import is_only_rank
 log = logging.getLogger("triton_omni.rows")
 
 SAME_IN_ALL_RANKS = (ValueError, TypeError, LookupError, ArithmeticError, AssertionError)
-"""Errors that come of a note itself; others, as a want of memory, may be one rank's alone."""
+"""Errors that come of the event itself; others, such as out of memory, may concern one rank only."""
 
 
 class Network(Protocol):
-    """What a frame model's network makes rows and frames of. All ranks call the same in the same order."""
+    """What makes rows and frames. All ranks call the same methods in the same order.
+
+    pad_text  text token id of steps after the end of the text
+    """
 
     pad_text: int
-    """Word that stands for the text of steps after its end."""
 
     def prompt_rows(self, prompt: Any) -> torch.Tensor:
-        """`Begin.prompt` as rows (positions, hidden)."""
+        """`BeginRows.prompt` as rows (positions, hidden)."""
         ...
 
     def text_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Words as rows (words, hidden)."""
+        """Text tokens as rows (tokens, hidden)."""
         ...
 
-    def predict(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, generators: Sequence[torch.Generator | None]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(hidden (runs, hidden), tokens (runs,), generators) → frames (runs, books) int64 and their summed embedding
-        (runs, hidden). A generator of None means greedy."""
+    def predict(self, hidden: torch.Tensor, tokens: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+        """Complete the frames that `tokens` (runs,) begin, from the last hidden rows (runs, hidden).
+
+        Returns frames (runs, books) int64 and their summed embedding (runs, hidden).
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """A note: a run and its prompt, in the network's own form. `seed` None: its residual codes are greedy."""
+class Draws:
+    """How the residual codes of a step's runs are drawn. Tensors lie on the network's device.
+
+    seeds    (runs,) int64
+    frames   (runs,) int64, number of the frame in its run: with the seed it names the random numbers
+    greedy   (runs,) bool, the best code is taken instead
+    """
+
+    seeds: torch.Tensor
+    frames: torch.Tensor
+    greedy: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BeginRows:
+    """Control event: a new run and its prompt, as the network reads it. `seed` None: its residual codes are greedy."""
 
     key: str
     prompt: Any
@@ -58,89 +74,93 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """A note: words for the steps after those that have some, one for each."""
+class TextTokens:
+    """Control event: text tokens for the next steps that have none yet, one for each step."""
 
     key: str
     token_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """A note: the run is over."""
+class EndRows:
+    """Control event: the run has ended."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
-class Frames:
-    """What a step made: one frame for each of `keys`, (runs, books) int16; and why other runs can have no more."""
+class FrameBatch:
+    """A step's result: one frame for each of `keys`, (runs, books) int16, and why other runs cannot step any more."""
 
     keys: Sequence[str]
     frames: np.ndarray
-    broken: Mapping[str, str]
+    failures: Mapping[str, str]
 
 
 @dataclass(eq=False, slots=True)
 class RowRun:
-    """Rows of one run. `text` holds one row per step that follows the prompt; `pad` stands for what comes after it."""
+    """Rows of one run.
+
+    prompt  (positions, hidden)
+    pad     (hidden,) text row of the steps after the end of the text
+    text    one row (hidden,) for each step after the prompt
+    sums    summed embedding (hidden,) of every frame so far
+    """
 
     prompt: torch.Tensor
-    """(positions, hidden)"""
     pad: torch.Tensor
-    generator: torch.Generator | None = None
+    seed: int | None = None
     positions: tuple[torch.Tensor, int] | None = None
     text: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     sums: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    """Summed embedding of every frame predicted so far, each (hidden,)."""
 
     def row(self, position: int) -> torch.Tensor:
         step = position - len(self.prompt)
-        assert step < len(self.sums), "a row was asked for before its frame"
+        assert step < len(self.sums), "the row's frame has not been predicted"
         return self.sums[step] + (self.text[step] if step < len(self.text) else self.pad)
 
 
 class RowStore:
-    """Rows of all runs, by key. A step is everyone's: a run whose rows cannot be made is broken and steps on with
-    zeros, until the worker has heard of it and ends it."""
+    """Rows of all runs, by key. One step computes all runs, so a run whose rows cannot be made continues with zeros
+    until the worker process has read its failure and ends it."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._pad = network.text_rows([network.pad_text])[0]
-        self._made: Frames | None = None
+        self._result: FrameBatch | None = None
         self.runs: dict[str, RowRun] = {}
-        self._broken: dict[str, str] = {}
+        self._failures: dict[str, str] = {}
 
-    def take(self, notes: Sequence[Begin | Words | End]) -> None:
-        for note in notes:
+    def apply(self, events: Sequence[BeginRows | TextTokens | EndRows]) -> None:
+        for event in events:
             try:
-                self._take(note)
-            except Exception as error:  # the engine-loop border: one run's note must not end the others
+                self._apply(event)
+            except Exception as error:  # the engine-loop border: one run's event must not end the others
                 if not (isinstance(error, SAME_IN_ALL_RANKS) or is_only_rank()):
-                    raise  # the others have made these rows: without them no step would be the same
-                if note.key not in self._broken:  # else more words for it
-                    log.exception("rows of run %s", note.key)
-                    self._broken[note.key] = f"{type(error).__name__}: {error}"
+                    raise  # the other ranks have made these rows; without them the steps would differ
+                if event.key not in self._failures:
+                    log.exception("rows of run %s", event.key)
+                    self._failures[event.key] = f"{type(error).__name__}: {error}"
 
-    def _take(self, note: Begin | Words | End) -> None:
-        match note:
-            case Begin(key, prompt, positions, seed):
+    def _apply(self, event: BeginRows | TextTokens | EndRows) -> None:
+        match event:
+            case BeginRows(key, prompt, positions, seed):
                 rows = self._network.prompt_rows(prompt)
-                if not torch.isfinite(rows).all():  # in the cache they would spoil the runs that get its blocks next
-                    raise ValueError("its rows grew beyond all bounds")
-                self.runs[key] = RowRun(rows, self._pad, _generator(seed, rows), positions)
-            case Words(key, token_ids):
+                if not torch.isfinite(rows).all():  # in the KV cache they would spoil the runs that reuse its blocks
+                    raise ValueError("the prompt rows are not finite")
+                self.runs[key] = RowRun(rows, self._pad, seed, positions)
+            case TextTokens(key, token_ids):
                 self.runs[key].text += self._network.text_rows(token_ids)
-            case End(key):
+            case EndRows(key):
                 self.runs.pop(key, None)
-                self._broken.pop(key, None)
+                self._failures.pop(key, None)
 
     def positions(self, key: str) -> tuple[torch.Tensor, int] | None:
-        return None if key in self._broken else self.runs[key].positions
+        return None if key in self._failures else self.runs[key].positions
 
     def fill(self, spans: Sequence[Span], rows: torch.Tensor) -> None:
         for span in spans:
-            if span.key in self._broken:
+            if span.key in self._failures:
                 rows[span.start : span.start + span.count] = 0.0
                 continue
             run = self.runs[span.key]
@@ -149,25 +169,28 @@ class RowStore:
             for k in range(len(prompt), span.count):
                 rows[span.start + k] = run.row(span.position + k)
 
-    def sampled(self, keys: Sequence[str], hidden: torch.Tensor, tokens: Sequence[int]) -> None:
+    def on_sampled(self, keys: Sequence[str], hidden: torch.Tensor, tokens: Sequence[int]) -> None:
         for key, is_finite in zip(keys, torch.isfinite(hidden).all(-1).tolist(), strict=True):
-            if not is_finite:  # nothing can be drawn from them, and trying would fail for all
-                self._broken.setdefault(key, "its numbers grew beyond all bounds")
-        whole = [place for place, key in enumerate(keys) if key not in self._broken]
+            if not is_finite:  # no code can be drawn from it, and trying would fail for all runs
+                self._failures.setdefault(key, "the hidden state is not finite")
+        finite = [index for index, key in enumerate(keys) if key not in self._failures]
         frames = np.zeros((0, 0), np.int16)
-        if whole:
-            runs = [self.runs[keys[place]] for place in whole]
+        if finite:
+            runs = [self.runs[keys[index]] for index in finite]
             codes = torch.tensor(tokens, device=hidden.device)
-            made, sums = self._network.predict(hidden[whole], codes[whole], [run.generator for run in runs])
+            predicted, sums = self._network.predict(hidden[finite], codes[finite], _draws(runs, hidden.device))
             for run, total in zip(runs, sums, strict=True):
                 run.sums.append(total)
-            frames = made.to(torch.int16).cpu().numpy()
-        self._made = Frames([keys[place] for place in whole], frames, dict(self._broken))
+            frames = predicted.to(torch.int16).cpu().numpy()
+        self._result = FrameBatch([keys[index] for index in finite], frames, dict(self._failures))
 
-    def made(self) -> Frames | None:
-        made, self._made = self._made, None
-        return made
+    def step_result(self) -> FrameBatch | None:
+        result, self._result = self._result, None
+        return result
 
 
-def _generator(seed: int | None, like: torch.Tensor) -> torch.Generator | None:
-    return None if seed is None else torch.Generator(device=like.device).manual_seed(seed)
+def _draws(runs: Sequence[RowRun], device: torch.device) -> Draws:
+    seeds = torch.tensor([run.seed or 0 for run in runs], device=device)
+    frames = torch.tensor([len(run.sums) for run in runs], device=device)
+    greedy = torch.tensor([run.seed is None for run in runs], device=device)
+    return Draws(seeds, frames, greedy)

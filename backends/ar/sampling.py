@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the client, the deploy file and the model say about sampling → arguments of vLLM's SamplingParams.
+"""Sampling settings of the request, the deploy file and the model → arguments of vLLM's SamplingParams.
 
 Precedence, strongest first: the request's options for this stage (`stages.<stage>`), its `sampling`, the deploy
 file's `sampling`, the checkpoint's generation_config.json, vLLM's neutral values.
@@ -39,10 +39,10 @@ def stage_sampling(options: Mapping[str, Any], sampling: Sampling, stage: str) -
 
 
 def check_max_tokens(sampling: Sampling, most: int) -> None:
-    """Raise BadRequest for more tokens than a context has; what does not fit after the prompt is cut silently."""
+    """Raise BadRequest for more tokens than the context has; a number that does not fit after the prompt is clamped."""
     if sampling.max_tokens is not None and sampling.max_tokens > most:
         raise BadRequest(
-            f"max_tokens may be at most {most}, the context of this deployment, not {sampling.max_tokens}",
+            f"max_tokens must be at most {most}, the context of this deployment (got {sampling.max_tokens})",
             "sampling.max_tokens",
         )
 
@@ -52,7 +52,7 @@ def sampling_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's SamplingParams for one run, all but `output_kind` and structured outputs.
 
-    `vocab` is the size of the vocabulary; `room` is how many tokens fit after the prompt, more are cut to it.
+    `vocab` is the size of the vocabulary; `max_tokens` is clamped to `room`, the tokens that fit after the prompt.
     """
     chosen = merge(
         {key: getattr(sampling, key) for key in DEFAULTED},
@@ -74,23 +74,25 @@ def sampling_arguments(
     }
 
 
-def refusal(message: str, parameter: str | None, otherwise: str = "sampling") -> BadRequest:
-    """vLLM's refusal of a request as ours, with the field if vLLM names one; else it is about `otherwise`."""
-    return BadRequest(message, f"sampling.{parameter}" if parameter in Sampling.__struct_fields__ else otherwise)
+def refusal(message: str, parameter: str | None, field: str = "sampling") -> BadRequest:
+    """vLLM's refusal of a request as ours: about the parameter that vLLM names, else about `field`."""
+    return BadRequest(message, f"sampling.{parameter}" if parameter in Sampling.__struct_fields__ else field)
 
 
 def _seed(seed: int) -> int:
     if seed not in SEEDS:
-        raise BadRequest(f"seed must fit 64 bits, not {seed}", "sampling.seed")
+        raise BadRequest(f"seed must fit in 64 bits (got {seed})", "sampling.seed")
     return seed if seed != -1 else SEEDS.stop - 1  # vLLM reads -1 as "no seed"
 
 
 def _stops(stops: tuple[str, ...]) -> list[str]:
     if len(stops) > MAX_STOPS:
-        raise BadRequest(f"at most {MAX_STOPS} stop strings, not {len(stops)}", "sampling.stop")
+        raise BadRequest(f"at most {MAX_STOPS} stop strings are allowed (got {len(stops)})", "sampling.stop")
     for stop in stops:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise BadRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters, not {len(stop)}", "sampling.stop")
+            raise BadRequest(
+                f"a stop string must have 1 to {MAX_STOP_CHARS} characters (got {len(stop)})", "sampling.stop"
+            )
     return list(stops)
 
 
@@ -100,5 +102,5 @@ def _logit_bias(bias: Mapping[str, float], vocab: int) -> dict[int, float] | Non
         if not (token.isascii() and token.isdecimal() and int(token) < vocab):
             raise BadRequest(f"'{token}' is not a token id below {vocab}", "sampling.logit_bias")
         if not math.isfinite(value) or abs(value) > 100:
-            raise BadRequest(f"the bias of token {token} must be in [-100, 100], not {value}", "sampling.logit_bias")
+            raise BadRequest(f"the bias of token {token} must be in [-100, 100] (got {value})", "sampling.logit_bias")
     return {int(token): value for token, value in bias.items()} or None

@@ -10,27 +10,29 @@ import torch
 
 from triton_omni.backends.ar.hooks import Span
 
-Tapped = tuple[str, list[int], np.ndarray]
+TappedRows = tuple[str, list[int], np.ndarray]
 """A run's key, positions in its sequence, and their rows (positions, hidden) float32."""
 
 
 class TokenTaps:
-    """Takes the first tapped layer's rows of positions whose token is one of `token_ids`, of runs that are tapped."""
+    """Copies the first tapped layer's rows of positions whose token is one of `token_ids`, for tapped runs."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = torch.tensor(token_ids)
-        self._made: list[Tapped] = []
+        self._tapped: list[TappedRows] = []
 
-    def tapped(self, spans: Sequence[Span], token_ids: torch.Tensor, layers: Sequence[torch.Tensor]) -> None:
-        wanted = torch.isin(token_ids, self._token_ids.to(token_ids.device))
-        if not wanted.any():
+    def on_forward(self, spans: Sequence[Span], token_ids: torch.Tensor, layers: Sequence[torch.Tensor]) -> None:
+        if not any(span.tapped for span in spans):  # reading the mask below synchronizes with the device
             return
+        mask = torch.isin(token_ids, self._token_ids.to(token_ids.device)).cpu()
         for span in spans:
-            places = wanted[span.start : span.start + span.count].nonzero()[:, 0].tolist() if span.tapped else []
-            if places:
-                rows = layers[0][[span.start + place for place in places]].float().cpu().numpy()
-                self._made.append((span.key, [span.position + place for place in places], rows))
+            if not span.tapped:
+                continue
+            offsets = mask[span.start : span.start + span.count].nonzero()[:, 0].tolist()
+            if offsets:
+                rows = layers[0][[span.start + offset for offset in offsets]].float().cpu().numpy()
+                self._tapped.append((span.key, [span.position + offset for offset in offsets], rows))
 
-    def made(self) -> list[Tapped] | None:
-        made, self._made = self._made, []
-        return made or None
+    def step_result(self) -> list[TappedRows] | None:
+        tapped, self._tapped = self._tapped, []
+        return tapped or None

@@ -7,14 +7,14 @@ vLLM has public seams for models and schedulers but none for rows of a step, so 
                in a step; an engine with hooks has a HookedWorker
     runner     every V1 runner is a SeededRunner; a HookedRunner also taps layers, writes input rows and hands over
                sampled tokens, all inside one step
-    scheduler  does not schedule a run whose next input row has not arrived; sends the gate's notes to the runners along
-               with the step, and hands over what they made of it
+    scheduler  does not schedule a run whose next input row has not arrived; sends the gate's control events to the
+               runners with the step, and hands over their results
 
 Exercised on the V1 runner of the CPU build. On CUDA the same V1 runner is pinned (environment.py); CUDA graphs see the
 input rows because they are written into the runner's persistent buffer, but no GPU was at hand: untested there. Hooks
 for vLLM's V2 runner, which needs a GPU, are in upstream_v2.py.
-Tensor parallel: with more than one rank all runners live in processes of their own (ranks.py); notes and what was made
-ride on vLLM's own SchedulerOutput and ModelRunnerOutput, so a step costs no message more than without hooks.
+Tensor parallel: with more than one rank all runners live in processes of their own (ranks.py); control events and step
+results travel on vLLM's own SchedulerOutput and ModelRunnerOutput, so hooks add no messages to a step.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from triton_omni.backends.ar import upstream_v2
+from triton_omni.backends.ar.graph_check import fall_back_if_graphs_differ
 from triton_omni.backends.ar.hooks import (
-    MADE,
+    CONTROL_EVENTS,
     MODEL,
-    NOTES,
+    STEP_RESULT,
     TAP_LAYERS,
     Gate,
     Rows,
     Span,
     Taps,
+    attach_step_result,
     is_tapped,
-    put_made,
     run_key,
 )
 from triton_omni.backends.ar.ranks import die_on_error, die_with_worker, tell_reason, unlink_shared_memory
@@ -91,22 +92,22 @@ class HookedRunner:
             self.use_aux_hidden_state_outputs = True
 
     def _init_mrope_positions(self: Any, req_state: Any) -> None:
-        given = self.rows.positions(run_key(req_state)) if self.rows is not None else None
-        if given is None:
+        positions = self.rows.positions(run_key(req_state)) if self.rows is not None else None
+        if positions is None:
             super()._init_mrope_positions(req_state)  # type: ignore[misc]
         else:
-            req_state.mrope_positions, req_state.mrope_position_delta = given
+            req_state.mrope_positions, req_state.mrope_position_delta = positions
 
     def execute_model(self: Any, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         if self.rows is not None:
-            self.rows.take(getattr(scheduler_output, NOTES, ()))
+            self.rows.apply(getattr(scheduler_output, CONTROL_EVENTS, ()))
         return super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
 
     def _preprocess(self: Any, scheduler_output: Any, num_input_tokens: int, intermediate_tensors: Any = None) -> Any:
-        found = super()._preprocess(scheduler_output, num_input_tokens, intermediate_tensors)  # type: ignore[misc]
+        inputs = super()._preprocess(scheduler_output, num_input_tokens, intermediate_tensors)  # type: ignore[misc]
         if self.rows is not None:
-            self.rows.fill(self.spans(scheduler_output), found[1])
-        return found
+            self.rows.fill(self.spans(scheduler_output), inputs[1])
+        return inputs
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         state = self.execute_model_state
@@ -115,34 +116,34 @@ class HookedRunner:
         spans = self.spans(state.scheduler_output)
         if self.taps is not None and state.aux_hidden_states:
             total = spans[-1].start + spans[-1].count
-            self.taps.tapped(spans, self.input_ids.gpu[:total], [rows[:total] for rows in state.aux_hidden_states])
+            self.taps.on_forward(spans, self.input_ids.gpu[:total], [rows[:total] for rows in state.aux_hidden_states])
         request_ids = list(self.input_batch.req_ids)
         out = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self.rows is not None:
             tokens = [out.sampled_token_ids[out.req_id_to_index[request]] for request in request_ids]
-            took = [i for i, sampled in enumerate(tokens) if sampled]  # a prompt that is not complete samples nothing
-            if took:
-                hidden = state.sample_hidden_states[took]
-                self.rows.sampled([spans[i].key for i in took], hidden, [tokens[i][0] for i in took])
-        put_made(out, self.taps or self.rows)
+            complete = [i for i, sampled in enumerate(tokens) if sampled]  # an incomplete prompt samples nothing
+            if complete:
+                hidden = state.sample_hidden_states[complete]
+                self.rows.on_sampled([spans[i].key for i in complete], hidden, [tokens[i][0] for i in complete])
+        attach_step_result(out, self.taps or self.rows)
         return out
 
     def spans(self: Any, scheduler_output: Any) -> list[Span]:
         """The step's rows by run, in the order of the batch."""
-        found: list[Span] = []
+        spans: list[Span] = []
         start = 0
-        for place, request in enumerate(self.input_batch.req_ids):
+        for index, request in enumerate(self.input_batch.req_ids):
             count = scheduler_output.num_scheduled_tokens[request]
-            position = int(self.input_batch.num_computed_tokens_cpu[place])
+            position = int(self.input_batch.num_computed_tokens_cpu[index])
             state = self.requests[request]
-            found.append(Span(run_key(state), position, start, count, is_tapped(state)))
+            spans.append(Span(run_key(state), position, start, count, is_tapped(state)))
             start += count
-        return found
+        return spans
 
 
 V1_RUNNERS = ("vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.gpu_model_runner")
 HOOKS: dict[str, type] = dict.fromkeys(V1_RUNNERS, HookedRunner) | {
-    "vllm.v1.worker.gpu.model_runner": upstream_v2.HookedRunner
+    "vllm.v1.worker.gpu.model_runner": upstream_v2.V2HookedRunner
 }
 """Hooks by the module of the platform's runner."""
 
@@ -169,6 +170,12 @@ class RankWorker(Worker):  # pyright: ignore[reportGeneralTypeIssues]
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with tell_reason(self.rank):
             super().load_model(*args, **kwargs)
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        if type(self.model_runner).__module__ in V1_RUNNERS:
+            fall_back_if_graphs_differ(self.model_runner)
+        return times
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         with die_on_error(self.rank):
@@ -208,10 +215,10 @@ class HookedWorker(RankWorker):
 
 
 class HookedScheduler(Scheduler):
-    """Leaves out runs whose next input row is missing; they keep their blocks and their place."""
+    """Does not schedule runs whose next input row is missing; they keep their cache blocks and their place."""
 
     gate: Gate | None = None
-    came: Callable[[Any], None] | None = None
+    on_step_result: Callable[[Any], None] | None = None
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self.gate is None:
@@ -227,13 +234,13 @@ class HookedScheduler(Scheduler):
         finally:
             for request in reversed(held):
                 self.waiting.prepend_request(request)
-        setattr(output, NOTES, self.gate.notes())
+        setattr(output, CONTROL_EVENTS, self.gate.control_events())
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        made = getattr(model_runner_output, MADE, None)
-        if made is not None and self.came is not None:
-            self.came(made)
+        result = getattr(model_runner_output, STEP_RESULT, None)
+        if result is not None and self.on_step_result is not None:
+            self.on_step_result(result)
         return super().update_from_output(scheduler_output, model_runner_output)
 
 
@@ -256,7 +263,7 @@ def register_model(architecture: str, model: type) -> None:
     ModelRegistry.register_model(architecture, model)
 
 
-def scheduled(llm: LLMEngine, key: str) -> Any:
+def scheduler_record(llm: LLMEngine, key: str) -> Any:
     """The scheduler's own record of a run that was just added; it counts `num_preemptions`."""
     return next(request for request in _scheduler(llm).requests.values() if run_key(request) == key)
 
@@ -266,16 +273,16 @@ def media_features(record: Any) -> list[Any]:
     return sorted(record.mm_features, key=lambda feature: feature.mm_position.offset)
 
 
-def attach_taps(llm: LLMEngine, taps: Taps, came: Callable[[Any], None]) -> None:
-    """From now on a copy of `taps` sees every step, and `came` gets what it made of it."""
-    _scheduler(llm).came = came
+def attach_taps(llm: LLMEngine, taps: Taps, on_step_result: Callable[[Any], None]) -> None:
+    """Let a copy of `taps` read every step; `on_step_result` gets its results."""
+    _scheduler(llm).on_step_result = on_step_result
     llm.collective_rpc("attach_taps", args=(taps,))
 
 
 def attach_rows(llm: LLMEngine, make: Callable[[Any], Rows], gate: Gate) -> None:
-    """From now on rows that `make` makes of each rank's network take part in every step, and `gate` holds back runs."""
+    """Let the Rows that `make` builds on each rank's network take part in every step, and `gate` hold back runs."""
     scheduler = _scheduler(llm)
-    scheduler.gate, scheduler.came = gate, gate.came
+    scheduler.gate, scheduler.on_step_result = gate, gate.on_step_result
     llm.collective_rpc("attach_rows", args=(make,))
 
 

@@ -13,10 +13,19 @@ from typing import Any
 
 import torch
 
-from triton_omni.backends.ar.hooks import NOTES, TAP_LAYERS, Rows, Span, Taps, is_tapped, put_made, run_key
+from triton_omni.backends.ar.hooks import (
+    CONTROL_EVENTS,
+    TAP_LAYERS,
+    Rows,
+    Span,
+    Taps,
+    attach_step_result,
+    is_tapped,
+    run_key,
+)
 
 
-class HookedRunner:
+class V2HookedRunner:
     """Mixed in front of the V2 model runner class."""
 
     taps: Taps | None = None
@@ -24,7 +33,7 @@ class HookedRunner:
     keys: dict[str, str]
     """vLLM's request id → our key of the run"""
     tapped: set[str]
-    """vLLM's ids of requests whose rows the taps are to see"""
+    """vLLM's ids of requests whose rows the taps read"""
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
         self.keys, self.tapped = {}, set()
@@ -41,7 +50,7 @@ class HookedRunner:
         self.keys |= {new.req_id: run_key(new) for new in scheduler_output.scheduled_new_reqs}
         self.tapped |= {new.req_id for new in scheduler_output.scheduled_new_reqs if is_tapped(new)}
         if self.rows is not None:
-            self.rows.take(getattr(scheduler_output, NOTES, ()))
+            self.rows.apply(getattr(scheduler_output, CONTROL_EVENTS, ()))
         super().add_requests(scheduler_output)  # type: ignore[misc]
 
     def _remove_request(self: Any, req_id: str) -> bool:
@@ -56,22 +65,22 @@ class HookedRunner:
         if self.taps is not None and state is not None and state.aux_hidden_states:
             total = state.input_batch.num_tokens
             layers = [rows[:total] for rows in state.aux_hidden_states]
-            self.taps.tapped(self.spans(state.input_batch), state.input_batch.input_ids[:total], layers)
+            self.taps.on_forward(self.spans(state.input_batch), state.input_batch.input_ids[:total], layers)
         out = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        held = getattr(out, "model_runner_output", out)  # an AsyncOutput, which still waits for its copies
-        put_made(held, self.taps or self.rows)
+        output = getattr(out, "model_runner_output", out)  # an AsyncOutput, which still waits for its copies
+        attach_step_result(output, self.taps or self.rows)
         return out
 
     def sample(self: Any, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
-        found = super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
+        sampled = super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
         if self.rows is not None:
-            output, counts, _ = found
-            took = [i for i, count in enumerate(counts.tolist()) if count]  # a prompt in pieces samples nothing
-            if took:
-                tokens = output.sampled_token_ids[took, 0].tolist()
-                keys = [self.keys[input_batch.req_ids[i]] for i in took]
-                self.rows.sampled(keys, hidden_states[input_batch.logits_indices[took]], tokens)
-        return found
+            output, counts, _ = sampled
+            complete = [i for i, count in enumerate(counts.tolist()) if count]  # an incomplete prompt samples nothing
+            if complete:
+                tokens = output.sampled_token_ids[complete, 0].tolist()
+                keys = [self.keys[input_batch.req_ids[i]] for i in complete]
+                self.rows.on_sampled(keys, hidden_states[input_batch.logits_indices[complete]], tokens)
+        return sampled
 
     def spans(self: Any, input_batch: Any) -> list[Span]:
         """The step's rows by run, in the order of the batch."""
@@ -96,11 +105,14 @@ class HookedModelState:
     def add_request(self: Any, req_index: int, new_req_data: Any) -> None:
         super().add_request(req_index, new_req_data)  # type: ignore[misc]
         rows: Rows | None = self.runner.rows
-        given = None if rows is None else rows.positions(run_key(new_req_data))
-        if given is not None:
+        positions = None if rows is None else rows.positions(run_key(new_req_data))
+        if positions is not None:
             ids = new_req_data.prefill_token_ids
-            all_of = SimpleNamespace(get_mrope_input_positions=lambda ids, _: (_longer(*given, len(ids)), given[1]))
-            self.rope_state.init_prefill_positions(req_index, all_of, ids, [])
+            known, offset = positions
+            model = SimpleNamespace(
+                get_mrope_input_positions=lambda ids, _: (_extended(known, offset, len(ids)), offset)
+            )
+            self.rope_state.init_prefill_positions(req_index, model, ids, [])
 
     def prepare_inputs_embeds(self: Any, scheduled_encoder_inputs: Any, input_batch: Any, req_states: Any) -> Any:
         rows = super().prepare_inputs_embeds(scheduled_encoder_inputs, input_batch, req_states)  # type: ignore[misc]
@@ -109,7 +121,7 @@ class HookedModelState:
         return rows
 
 
-def _longer(positions: torch.Tensor, offset: int, length: int) -> torch.Tensor:
+def _extended(positions: torch.Tensor, offset: int, length: int) -> torch.Tensor:
     """Positions (3, length): a run that was preempted computes its answer again as part of the prompt."""
     known = positions.shape[1]
     later = torch.arange(known, length, dtype=positions.dtype) + offset

@@ -20,6 +20,7 @@ from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.engine import EngineEvent, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import stage_options
+from triton_omni.backends.core.outputs import AudioPiece
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 
@@ -134,8 +135,8 @@ class CodecEngine:
         windows = [self._window(run.state) for run in decoding]
         events: list[EngineEvent] = []
         for run, audio in zip(decoding, self.decoder.decode(windows) if windows else (), strict=True):
-            meta = {"sample_rate": self.decoder.sample_rate_hz}
-            events.append(EngineOutput(run, "audio", (Tensor.of("audio", audio),), meta))
+            piece = AudioPiece(self.decoder.sample_rate_hz, len(audio))
+            events.append(EngineOutput(run, piece, (Tensor.of("audio", audio),)))
         for run in runs:
             self._runs.remove(run)
             live: Decoding = run.state

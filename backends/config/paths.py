@@ -4,14 +4,18 @@
 TRITON_OMNI_HOME           set-up's folder; default: `.runtime` in a writable checkout, else the user's cache
 TRITON_OMNI_ENGINE_PYTHON  interpreter of the engine workers; default: the home's engine environment
 TRITON_OMNI_MODELS         folder relative model names are resolved in; default: the home's models
+TRITON_OMNI_SERVER         folder of another tritonserver (bin/tritonserver, backends/); default: the home's
 TRITON_OMNI_RUN_DIR        private folder of one server's sockets and records; default: derived from the server
+TRITON_OMNI_LOOPBACK       set by `serve` where Triton listens on loopback only
 
 Standard library only: set-up runs before anything is installed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import stat
 import sys
 import tempfile
@@ -25,7 +29,10 @@ Build = Literal["cpu", "cuda"]
 HOME_VARIABLE = "TRITON_OMNI_HOME"
 ENGINE_PYTHON_VARIABLE = "TRITON_OMNI_ENGINE_PYTHON"
 MODELS_VARIABLE = "TRITON_OMNI_MODELS"
+SERVER_VARIABLE = "TRITON_OMNI_SERVER"
 RUN_DIR_VARIABLE = "TRITON_OMNI_RUN_DIR"
+LOOPBACK_VARIABLE = "TRITON_OMNI_LOOPBACK"
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 DRIVER_LIBRARY = "libcuda.so.1"
 
 
@@ -96,6 +103,17 @@ def run_dir(server_pid: int) -> Path:
     return path
 
 
+def operator_key(run_dir: Path) -> str:
+    """The operator's key of the server with this run folder, for what not every client may do; made if missing."""
+    file, draft = run_dir / "key", run_dir / f".key-{os.getpid()}"
+    if not file.exists():
+        draft.write_text(secrets.token_hex(16))
+        with contextlib.suppress(FileExistsError):
+            file.hardlink_to(draft)
+        draft.unlink()
+    return file.read_text().strip()
+
+
 def run_name(pid: int) -> str:
     """Name of a server's run folder: its pid and start time, so that a reused pid is another server."""
     return f"{pid}-{start_time(pid)}"
@@ -103,13 +121,23 @@ def run_name(pid: int) -> str:
 
 def start_time(pid: int) -> int:
     """When a process started, in clock ticks since boot; with the pid it is unique. 0 for a dead one or a zombie."""
+    fields = _status_fields(pid)
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """True for a process that a signal (SIGSTOP) has stopped; one that a debugger holds does not count."""
+    return pid > 0 and _status_fields(pid)[0] == "T"
+
+
+def _status_fields(pid: int) -> list[str]:
+    """/proc's fields of a process from its state on; state X if it is dead."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
-        return 0
+        return ["X"]
     # the second field is the program's name in brackets and may hold anything
-    fields = text.rpartition(")")[2].split()
-    return 0 if fields[0] in "ZX" else int(fields[19])
+    return text.rpartition(")")[2].split()
 
 
 def _check_private(path: Path) -> None:

@@ -40,7 +40,9 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     total_s            from arrival to end
     max_request_bytes  size of the request's JSON
     max_media_bytes    size of all media tensors of a request together
-    max_output_bytes   output waiting to be taken by Triton, per request: a slow reader ends with an error
+    engine             engine options of the stages that check requests before admission, written by `make repository`
+    max_output_bytes   output of a stream that its client has not read; the request pauses there
+    max_answer_bytes   one joined answer (`stream` false)
     """
 
     max_live: Count = 64
@@ -51,7 +53,9 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     total_s: Seconds = 1800.0
     max_request_bytes: Count = 1 << 20
     max_media_bytes: Count = 256 << 20
-    max_output_bytes: Count = 256 << 20
+    max_output_bytes: Count = 8 << 20
+    max_answer_bytes: Count = 256 << 20
+    engine: dict[str, dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
         for name in ("queue_s", "first_output_s", "stall_s", "total_s"):
@@ -67,6 +71,8 @@ class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus_per_instance  number of consecutive `gpus` per instance, for engines that spread a model
     start_timeout_s    how long loading the engine may take
     hang_s             a worker without a heartbeat for this long is killed and restarted
+    direct_calls       any client may call the stage's model itself; otherwise on a loopback address or with the
+                       operator's key only
     gpu_memory_bytes   memory that an instance uses on each of its GPUs: weights, caches, activations; 0: not stated.
                        Only for the check that stages fit the GPUs they share
     engine             options of the stage's engine; the engine knows its own keys
@@ -78,6 +84,7 @@ class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus_per_instance: Count = 1
     start_timeout_s: Seconds = 900.0
     hang_s: Seconds = 120.0
+    direct_calls: bool = False
     gpu_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     engine: dict[str, Any] = {}
 
@@ -136,6 +143,8 @@ def to_parameters(deploy: OrchestratorDeploy | StageDeploy) -> dict[str, str]:
     not_of_the_instance = ["instances", "device", "gpu_memory_bytes"]  # instance_group and static checks have them
     if values.get("gpus_per_instance", 1) == 1:
         not_of_the_instance += ["gpus", "gpus_per_instance"]
+    if not values.get("direct_calls", True):
+        not_of_the_instance.append("direct_calls")
     for name in not_of_the_instance:
         values.pop(name, None)
     flat = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}

@@ -20,7 +20,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -29,6 +29,7 @@ from triton_omni.backends.connectors.device import DevicePath, DeviceStore
 from triton_omni.backends.connectors.link import Buffer, Link, close_all
 from triton_omni.backends.connectors.slab import Extents
 from triton_omni.backends.core.chunk import Chunk, Tensor, TensorSpec
+from triton_omni.backends.core.outputs import OutputPiece
 
 SLAB_BYTES = 64 << 20  # virtual; the kernel backs only pages that were written
 BACKLOG_PACKETS = 64  # packets waiting in user space above which `put` returns False
@@ -52,7 +53,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     edge: str
     index: int
     last: bool
-    meta: dict[str, Any]
+    piece: OutputPiece | None
     tensors: list[tuple[TensorSpec, str, int]]
     location: int
     offset: int
@@ -158,7 +159,7 @@ class ShmConnector:
                 edge=chunk.edge,
                 index=chunk.index,
                 last=chunk.last,
-                meta=chunk.meta,
+                piece=chunk.piece,
                 tensors=[(t.spec, "cpu", at) for t, at, _ in layout]
                 + [(t.spec, t.device, at) for t, at, _ in device_layout],
                 location=location,
@@ -358,7 +359,7 @@ class ShmConnector:
         if header.device_offset >= 0:
             self._device_slots.add(header.slot)
         return Chunk(
-            header.run, header.edge, header.index, header.last, tuple(tensors), header.meta, header.slot, header.sent_s
+            header.run, header.edge, header.index, header.last, tuple(tensors), header.piece, header.slot, header.sent_s
         )
 
     def _device_tensor(self, header: Header, spec: TensorSpec, at: int) -> Tensor:

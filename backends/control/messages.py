@@ -7,8 +7,6 @@ Outputs for the client are chunks too: their edge is "@" followed by the output'
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from triton_omni.backends.core.errors import ErrorInfo
@@ -86,7 +84,8 @@ class ProgressMessage(ControlMessage, frozen=True, array_like=True, tag="progres
     """Keep-alive of a run without output."""
 
     run: bytes
-    meta: dict[str, Any] = {}
+    done: float
+    total: float = 0.0
 
 
 class Transfer(msgspec.Struct, array_like=True):

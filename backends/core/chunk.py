@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses an edge: a chunk of named tensors and a small dict.
+"""What crosses an edge: a chunk of named tensors, and what they are a piece of.
 
 A tensor's bytes are whatever speaks Python's buffer protocol (numpy array, memoryview, bytes) on the CPU, or an
 object with `__cuda_array_interface__` over bytes (uint8) on a GPU. Importing this module needs neither numpy nor
@@ -11,14 +11,17 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+
+from triton_omni.backends.core.outputs import OutputPiece, PieceBase
 
 if TYPE_CHECKING:
     from torch import Tensor as TorchTensor
 
+AnyPiece = TypeVar("AnyPiece", bound=PieceBase)
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
     "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
@@ -96,6 +99,7 @@ class Chunk:
 
     `run` and `index` are set by the worker, `slot` by the connector that delivered the chunk (None: nothing to
     release). `index` counts from 0 per run and edge. `last` ends the edge; a chunk may be last and carry data.
+    `piece` says what an output's tensors are; on an edge between stages it may bring text or tokens.
     `sent_s` is the monotonic time at which the producer's worker put it; 0 for what a stub hands to its worker.
     """
 
@@ -104,7 +108,7 @@ class Chunk:
     index: int = 0
     last: bool = False
     tensors: tuple[Tensor, ...] = ()
-    meta: dict[str, Any] = field(default_factory=dict[str, Any])
+    piece: OutputPiece | None = None
     slot: Any = None
     sent_s: float = 0.0
 
@@ -114,6 +118,12 @@ class Chunk:
             if tensor.spec.name == name:
                 return tensor
         return None
+
+    def piece_of(self, kind: type[AnyPiece]) -> AnyPiece | None:
+        """The piece, if there is one. Raises TypeError if it is of another kind."""
+        if self.piece is not None and not isinstance(self.piece, kind):
+            raise TypeError(f"{self.edge} sent a {type(self.piece).__name__} instead of a {kind.__name__}")
+        return self.piece
 
     @property
     def nbytes(self) -> int:

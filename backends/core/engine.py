@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.errors import OmniError
 from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.outputs import OutputPiece
 
 
 class OptionsError(ValueError):
@@ -55,26 +56,26 @@ class EngineChunk:
 
     run: Run
     tensors: tuple[Tensor, ...] = ()
-    meta: dict[str, Any] = field(default_factory=dict[str, Any])
+    piece: OutputPiece | None = None
     last: bool = False
 
 
 @dataclass(slots=True)
 class EngineOutput:
-    """Something for the client: `name` is the pipeline's output ("text", "audio", "image")."""
+    """A piece for the client, of the pipeline's output of the piece's kind; `tensors` holds its samples or pixels."""
 
     run: Run
-    name: str
+    piece: OutputPiece
     tensors: tuple[Tensor, ...] = ()
-    meta: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(slots=True)
 class EngineProgress:
-    """A sign of life with numbers, for long silent phases (denoising step 7 of 50)."""
+    """A run that has no output yet is alive: denoising step 7 of 50, second 30 of 60 of the audio."""
 
     run: Run
-    meta: dict[str, Any] = field(default_factory=dict[str, Any])
+    done: float
+    total: float = 0.0
 
 
 @dataclass(slots=True)

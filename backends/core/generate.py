@@ -138,14 +138,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     """One client call to a pipeline. Unknown keys are refused, so a typo never passes silently.
 
     operation   what to do: one of the pipeline's operations ("chat", "speech", "transcription", "image",
-                "edit"), or "health", "requests" or "abort"
+                "edit"), or "health", "requests", "abort" or "acknowledge"
     messages    the chat so far (operation "chat"); pictures, perhaps a mask, and text (operation "edit")
     input       the text to speak or the picture's description (operations "speech" and "image")
     modalities  outputs wanted ("text", "audio", "image"); empty means the operation's default
     image, speech, transcription  parameters of one kind of output, for the stages that declare to take them
     tool_choice "auto", "required", or the name of the one function to call
     stages      options for single stages, by stage name; each stage knows its own keys
-    target      the request id to end (operation "abort")
+    target      the request id to end (operation "abort"), or the token of the event that was read ("acknowledge")
+    acknowledge  the client of this stream acknowledges what it has read when an event asks for it
     """
 
     operation: str = "chat"
@@ -163,6 +164,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     stream: bool = True
     target: str = ""
+    acknowledge: bool = False
 
     def media(self) -> frozenset[str]:
         """Kinds of media the messages refer to ("audio", "image", "video")."""

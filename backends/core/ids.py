@@ -21,3 +21,5 @@ def new_request_id(prefix: str = "req") -> str:
 
 TRACEPARENT = "traceparent"
 """Request parameter and header of the W3C trace context."""
+OPERATOR_KEY = "operator_key"
+"""Request parameter with the operator's key."""

@@ -13,11 +13,17 @@ from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest
 
 Adapter = Callable[[Chunk], Any]
+MEDIA = ("audio", "image", "video")
+"""Kinds of content that cross as tensors of the same name."""
 
 
 def no_environment(context: EngineContext) -> Mapping[str, str]:
     """The environment hook of an engine that needs no variables of its own."""
     return {}
+
+
+def accept_all(request: GenerateRequest, engine: Mapping[str, Any]) -> None:
+    """The check of a stage that refuses nothing before it runs."""
 
 
 def whole_chunk(chunk: Chunk) -> Chunk:
@@ -50,6 +56,8 @@ class Stage:
     outputs  tensors its chunks and outputs carry
     media    kind of media this entry stage consumes; it is opened only for requests that bring some
     params   typed parameters of a request that this stage takes: "image" is all of them, "speech.voice" is one
+    check    raises BadRequest, naming the field, for requests that an engine with these options of deploy.yaml would
+             refuse; the orchestrator calls it before admission
     """
 
     name: str
@@ -59,6 +67,7 @@ class Stage:
     outputs: tuple[TensorSpec, ...] = ()
     media: str = ""
     params: tuple[str, ...] = ()
+    check: Callable[[GenerateRequest, Mapping[str, Any]], None] = accept_all
 
 
 @dataclass(frozen=True)
@@ -124,6 +133,12 @@ class Pipeline:
 
     def output(self, name: str) -> Output:
         return next(o for o in self.outputs if o.name == name)
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Kinds of content that messages may have: "text" and those that a stage has an input tensor for."""
+        inputs = {spec.name for stage in self.stages for spec in stage.inputs}
+        return ("text", *(kind for kind in MEDIA if kind in inputs))
 
     def model(self, stage: str) -> str:
         """The Triton model name of a stage."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps timed when loading, one picture alone and two together, for pictures of growing size (see weights.py)."""
+"""Measures the step cost at load: steps with one image and with two, for images of growing size (step_cost.py)."""
 
 from __future__ import annotations
 
@@ -11,79 +11,88 @@ import torch
 
 from triton_omni.backends.core.engine import Run
 from triton_omni.backends.core.generate import GenerateRequest
-from triton_omni.backends.diffusion.image_params import Wish
-from triton_omni.backends.diffusion.image_run import Drawing, Needs
-from triton_omni.backends.diffusion.model import Model
-from triton_omni.backends.diffusion.options import Limits
-from triton_omni.backends.diffusion.step_cost import Measure, Weights
+from triton_omni.backends.diffusion.image_params import ImageSpec
+from triton_omni.backends.diffusion.image_run import ImageRun, MemoryNeeds
+from triton_omni.backends.diffusion.model import ImageModel
+from triton_omni.backends.diffusion.options import ImageLimits
+from triton_omni.backends.diffusion.step_cost import StepCost, StepTiming
 
 SIDES = (64, 128, 256, 512, 1024, 1536)
-LONG_TEXT = 128  # tokens of a prompt at the last size, so that it holds with longer prompts, too
-ENOUGH = 4.0  # what weighs so much shares a step with one other in queues of 8 and more: no need to know larger sizes
-PATIENCE_S = 0.25  # sizes beyond one that takes so long are not tried: four times the size may take thirty times it
-TRIES = 5  # the best counts: whatever else a machine does only makes a step slower
+LONG_TEXT = 128  # prompt tokens of the last timing, so that the cost also holds for longer prompts
+ENOUGH = 4.0  # runs of this cost are batched by two only in queues of 8 and more: larger sizes need no measurement
+MAX_STEP_S = 0.25  # larger sizes are skipped after a step of this length: four times the area may take thirty times it
+TRIES = 5  # the fastest counts: other load only makes a step slower
 
 
-def measured_weights(model: Model, limits: Limits) -> Weights:
-    """Weights from a few timed steps. Call in inference mode."""
-    found = Weights.of_measures(list(_measures(model, limits)))
+def measure_step_cost(model: ImageModel, limits: ImageLimits) -> StepCost:
+    """Step cost from a few timed steps. Call in inference mode."""
+    cost = StepCost.from_timings(list(_timings(model, limits)))
     model.forward.forget()
-    return found
+    return cost
 
 
-def _measures(model: Model, limits: Limits) -> Iterator[Measure]:
-    found: list[Measure] = []
+def _timings(model: ImageModel, limits: ImageLimits) -> Iterator[StepTiming]:
+    timings: list[StepTiming] = []
     for side in SIDES:
-        if side * side > limits.max_pixels and found:
+        if side * side > limits.max_pixels and timings:
             break
-        found.append(_measure(model, side))
-        yield found[-1]
-        if Weights.of_measures(found)(found[-1].tokens) >= ENOUGH:
+        timings.append(_timing(model, side))
+        yield timings[-1]
+        if StepCost.from_timings(timings)(timings[-1].tokens) >= ENOUGH:
             return
-        if found[-1].pair_s > PATIENCE_S:
+        if timings[-1].pair_s > MAX_STEP_S:
             break
-    yield _measure(model, SIDES[len(found) - 1], LONG_TEXT)
+    yield _timing(model, SIDES[len(timings) - 1], LONG_TEXT)
 
 
-def _measure(model: Model, side: int, text: int = 0) -> Measure:
-    ranks = model.options.parallel.cfg  # a picture for each cost as much as one picture costs one rank
-    pair = [_drawing(model, side, text) for _ in range(2 * ranks)]
-    return Measure(ranks * pair[0].tokens, _cost(model, pair[:ranks]), _cost(model, pair))
+def _timing(model: ImageModel, side: int, text_tokens: int = 0) -> StepTiming:
+    ranks = model.options.parallel.cfg  # one image per rank costs as much as one image on one rank
+    runs = [_prepared_run(model, side, text_tokens) for _ in range(2 * ranks)]
+    return StepTiming(ranks * runs[0].tokens, _fastest_s(model, runs[:ranks]), _fastest_s(model, runs))
 
 
-def _cost(model: Model, batch: list[Drawing]) -> float:
-    """Seconds of one step, the best of some."""
-    best = _timed(lambda: model.forward.predict(batch), model.device)
-    for _ in range(TRIES - 1 if best < PATIENCE_S else 1):
-        best = min(best, _timed(lambda: model.forward.predict(batch), model.device))
-    return best
+def _fastest_s(model: ImageModel, batch: list[ImageRun]) -> float:
+    """Seconds of the fastest of some steps."""
+    fastest_s = _time_s(lambda: model.forward.predict(batch), model.device)
+    for _ in range(TRIES - 1 if fastest_s < MAX_STEP_S else 1):
+        fastest_s = min(fastest_s, _time_s(lambda: model.forward.predict(batch), model.device))
+    return fastest_s
 
 
-def _timed(work: Callable[[], object], device: torch.device) -> float:
+def _time_s(work: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         started = time.perf_counter()
         work()
         torch.cuda.synchronize(device)
         return time.perf_counter() - started
-    started = time.process_time()  # other processes of a shared machine do not count
+    started = time.process_time()  # excludes other processes of a shared machine
     work()
     return time.process_time() - started
 
 
-def _drawing(model: Model, side: int, text: int) -> Drawing:
-    """A prepared picture of nothing; its prompt has at least `text` tokens."""
+def _prepared_run(model: ImageModel, side: int, text_tokens: int) -> ImageRun:
+    """A prepared run with a prompt of at least `text_tokens` tokens."""
     prompt = model.text.prompt("calibration of the step engine")
-    wish = Wish(
+    spec = ImageSpec(
         prompt="", negative_prompt=None, width=side, height=side, steps=2, true_cfg_scale=1.0, seed=0, n=1,
         partial_images=0, guidance_scale=None,
     )  # fmt: skip
-    tokens = wish.picture_tokens + max(text, prompt.tokens)
-    run = Run(uuid.uuid4().bytes, "calibration", GenerateRequest())
-    drawing = Drawing(run, wish, 0, prompt, None, tokens, 0.0, 0, Needs(0, 0, 0))
-    model.encode(drawing)
-    model.prepare(drawing)
-    assert drawing.positive is not None
-    if text > prompt.tokens:
-        drawing.positive = drawing.positive.repeat(1, -(-text // prompt.tokens), 1)[:, :text]
-    return drawing
+    image_run = ImageRun(
+        run=Run(uuid.uuid4().bytes, "calibration", GenerateRequest()),
+        spec=spec,
+        seed=0,
+        prompt=prompt,
+        negative_prompt=None,
+        tokens=spec.image_tokens + max(text_tokens, prompt.tokens),
+        step_cost=0.0,
+        arrival_tokens=0,
+        needs=MemoryNeeds(0, 0, 0),
+    )
+    model.encode(image_run)
+    model.prepare(image_run)
+    assert image_run.positive is not None
+    if text_tokens > prompt.tokens:
+        copies = -(-text_tokens // prompt.tokens)
+        image_run.positive = image_run.positive.repeat(1, copies, 1)[:, :text_tokens]
+    return image_run

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The diffusion engine: all running requests advance together, one denoise step at a time."""
+"""The diffusion engine: continuous batching of image requests, one denoise step at a time."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from triton_omni.backends.core.engine import (
 )
 from triton_omni.backends.core.errors import BadRequest, Internal, StageFailed
 from triton_omni.backends.core.pipeline import EngineContext
-from triton_omni.backends.diffusion.answer import Decode, due_previews, meta, usage
-from triton_omni.backends.diffusion.calibrate import measured_weights
+from triton_omni.backends.diffusion.calibrate import measure_step_cost
 from triton_omni.backends.diffusion.forward import COMPUTE_ERRORS, Prediction
-from triton_omni.backends.diffusion.image_params import MAX_SEED, Wish, read_wish
-from triton_omni.backends.diffusion.image_run import Drawing
-from triton_omni.backends.diffusion.memory import fitting
-from triton_omni.backends.diffusion.model import Model, find_model
+from triton_omni.backends.diffusion.image_params import MAX_SEED, ImageSpec, field_name, resolve
+from triton_omni.backends.diffusion.image_run import ImageRun, PendingDecode, image_piece, usage
+from triton_omni.backends.diffusion.memory import admit
+from triton_omni.backends.diffusion.model import ImageModel, find_model
 from triton_omni.backends.diffusion.options import read_options
 from triton_omni.backends.diffusion.parallel.ranks import check_gpus
-from triton_omni.backends.diffusion.scheduling import choose, ranked
-from triton_omni.backends.diffusion.step_cost import Weights
+from triton_omni.backends.diffusion.scheduling import by_priority, select_batch
+from triton_omni.backends.diffusion.step_cost import StepCost
 from triton_omni.backends.diffusion.text import Prompt
 
 log = logging.getLogger("triton_omni.diffusion")
 
 
 class DiffusionEngine:
-    """Draws pictures for the `image` output. Between two steps the prompts of one request, or one picture to edit, are
-    encoded and one picture is decoded, so a step never stalls for longer than that."""
+    """Generates images for the output `image`.
+
+    Between two steps at most one encode (the prompts of a request, or one source image) and one decode (one image) are
+    computed, which bounds how long running requests wait for others.
+    """
 
     def __init__(self, context: EngineContext, package_dir: str = "") -> None:
         self.stage = context.stage
@@ -49,200 +51,217 @@ class DiffusionEngine:
         check_gpus(self.options.parallel, torch.cuda.device_count() if on_gpu else 0, context.stage)
         torch.set_num_threads(self.options.threads)
         folder = find_model(self.options.model, package_dir, context.models_dir)
-        self.model = Model(folder, self.options, context.device, context.models_dir)
-        self._limits = self.model.within(self.options.limits)
+        self.model = ImageModel(folder, self.options, context.device, context.models_dir)
+        self._limits = self.model.restrict(self.options.limits)
         self.forwards = 0
         self.tokens_done = 0
-        self._drawings: list[Drawing] = []
-        self._decodes: list[Decode] = []
-        self.weights = self._weights()
-        self.most_tokens = self.options.max_batch_tokens or sys.maxsize
+        self._image_runs: list[ImageRun] = []
+        self._decodes: list[PendingDecode] = []
+        self.step_cost = self._step_cost()
+        self.max_tokens = self.options.max_batch_tokens or sys.maxsize
 
-    def _weights(self) -> Weights:
+    def _step_cost(self) -> StepCost:
         overhead = self.options.step_overhead_tokens
-        if overhead or self.options.max_batch_tokens == 1 or self.options.batching == "seq":  # nothing is shared then
-            return Weights.of_overhead(overhead or 1)
+        if overhead or self.options.max_batch_tokens == 1 or self.options.batching == "seq":  # no batching: not needed
+            return StepCost.from_overhead(overhead or 1)
         with torch.inference_mode():
-            found = measured_weights(self.model, self.options.limits)
-        log.info("%s: what a picture adds to a step, in fixed costs of one: %s", self.stage, found)
-        return found
+            cost = measure_step_cost(self.model, self.options.limits)
+        log.info("%s: marginal cost of an image in a step, in units of the fixed cost: %s", self.stage, cost)
+        return cost
 
     # --- contract ------------------------------------------------------------------------------------------------
     def open(self, run: Run) -> None:
-        """Take a run; nothing is computed yet but token ids."""
-        wish = read_wish(run.request, self.stage, self._limits, self.options.defaults)
-        self.model.check(wish, f"stages.{self.stage}")
-        if wish.pictures and "image" not in run.inputs:
-            raise BadRequest("pictures come in the input tensor 'image'", "messages")
-        prompt = self._prompt(wish, wish.prompt, "input" if run.request.operation == "image" else "messages")
+        """Accept a run. Only its token ids are computed here."""
+        at = field_name(run.request, self.stage)
+        spec = resolve(run.request, self.stage, self._limits, self.options.defaults)
+        self.model.check(spec, at)
+        if spec.source_images and "image" not in run.inputs:
+            raise BadRequest("images must be in the input tensor 'image'", "messages")
+        prompt = self._prompt(spec, spec.prompt, "input" if run.request.operation == "image" else "messages")
         negative = None
-        if wish.has_guidance:
-            assert wish.negative_prompt is not None
-            negative = self._prompt(wish, wish.negative_prompt, f"stages.{self.stage}.negative_prompt")
+        if spec.has_guidance:
+            assert spec.negative_prompt is not None
+            negative = self._prompt(spec, spec.negative_prompt, at("negative_prompt"))
         prompts = [prompt] if negative is None else [prompt, negative]
-        needs = self.model.memory.check(wish, prompts, f"stages.{self.stage}")
-        rows = [wish.picture_tokens + wish.source_tokens + p.tokens for p in prompts]
-        weight = wish.n * sum(self.weights(tokens) for tokens in rows)
-        seed = secrets.randbelow(MAX_SEED + 1) if wish.seed is None else wish.seed
-        drawing = Drawing(run, wish, seed, prompt, negative, wish.n * sum(rows), weight, self.tokens_done, needs)
-        run.state = drawing
-        self._drawings.append(drawing)
+        rows = [spec.image_tokens + spec.source_tokens + p.tokens for p in prompts]
+        image_run = ImageRun(
+            run=run,
+            spec=spec,
+            seed=secrets.randbelow(MAX_SEED + 1) if spec.seed is None else spec.seed,
+            prompt=prompt,
+            negative_prompt=negative,
+            tokens=spec.n * sum(rows),
+            step_cost=spec.n * sum(self.step_cost(tokens) for tokens in rows),
+            arrival_tokens=self.tokens_done,
+            needs=self.model.memory.check(spec, prompts, at),
+        )
+        run.state = image_run
+        self._image_runs.append(image_run)
 
     def feed(self, run: Run, inputs: Any, last: bool) -> bool:
-        raise Internal("a diffusion stage works from the request; it takes no chunks", self.stage)
+        raise Internal("a diffusion stage takes no chunks from other stages", self.stage)
 
     def stop(self, run: Run) -> None:
         self._drop(run.state)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._decodes or self._choose())
+        """Cheap except where every admitted run is blocked: then a new run may have to wait for memory."""
+        if self._decodes:
+            return True
+        ready = [r for r in self._image_runs if r.can_step]
+        if any(r.is_admitted for r in ready) or not any(r.is_admitted for r in self._image_runs):
+            return bool(ready)
+        return bool(self._admit(ready)[0])
 
     def step(self) -> Sequence[EngineEvent]:
-        """Decode a picture, encode something for a drawing, then one denoise step for the drawings chosen."""
+        """Decode one image, encode for one new run, and denoise one batch."""
         events: list[EngineEvent] = []
         with torch.inference_mode():
             self._decode(events)
-            self._denoise(self._batch(events), events)
+            self._denoise(self._next_batch(events), events)
         return events
 
     def close(self) -> None:
-        self._drawings.clear()
+        self._image_runs.clear()
         self._decodes.clear()
         self.model.close()
 
-    # --- parts of a step -----------------------------------------------------------------------------------------
+    # --- decode --------------------------------------------------------------------------------------------------
     def _decode(self, events: list[EngineEvent]) -> None:
-        """Decode what is due: finished pictures first, then previews."""
+        """Decode one image: final images before previews."""
         if not self._decodes:
             return
         decode = next((d for d in self._decodes if d.partial is None), self._decodes[0])
         self._decodes.remove(decode)
-        drawing = decode.drawing
-        latents = (
-            decode.latents[decode.index :] if self.options.batching == "seq" else decode.latents[decode.index :][:1]
-        )
+        image_run = decode.image_run
+        end = len(decode.latents) if self.options.batching == "seq" else decode.index + 1
+        latents = decode.latents[decode.index : end]
         if not bool(torch.isfinite(latents).all()):
-            self._fail(drawing, "the model produced numbers that are not finite", events)
+            self._fail(image_run, "the model produced values that are not finite", events)
             return
         try:
-            pictures = self.model.decode(latents, drawing.wish.width, drawing.wish.height)
+            images = self.model.decode(latents, image_run.spec.width, image_run.spec.height)
         except COMPUTE_ERRORS as error:
-            log.exception("request %s: decode failed", drawing.run.request_id)
-            self._fail(drawing, f"decoding failed: {error}", events)
+            log.exception("request %s: decode failed", image_run.run.request_id)
+            self._fail(image_run, f"decode failed: {error}", events)
             return
-        for picture in pictures:
-            events.append(EngineOutput(drawing.run, "image", (Tensor.of("image", picture),), meta(decode)))
+        for image in images:
+            events.append(EngineOutput(image_run.run, image_piece(decode), (Tensor.of("image", image),)))
             decode.index += 1
         if decode.index < len(decode.latents):
             self._decodes.append(decode)
         elif decode.partial is None:
-            self._drop(drawing)
-            events.append(EngineFinished(drawing.run, "stop", usage(drawing)))
+            self._drop(image_run)
+            events.append(EngineFinished(image_run.run, "stop", usage(image_run)))
 
-    def _batch(self, events: list[EngineEvent]) -> list[Drawing]:
-        """Whose turn the next step is. A batch begins with its last member; who has begun waits for nobody."""
-        chosen = self._choose()
-        if any(not d.is_prepared for d in chosen):
-            self._prepare(chosen, events)
-            chosen = [d for d in chosen if d in self._drawings]  # but those that failed
-        if all(d.is_prepared for d in chosen):
-            return chosen
-        has_begun = any(d.step for d in self._drawings if self._can_step(d))
-        return self._choose(only_prepared=True) if has_begun else []
-
-    def _choose(self, only_prepared: bool = False) -> list[Drawing]:
-        """The neediest and those that may share its step, as far as there is memory for them."""
-        ready = [d for d in self._drawings if self._can_step(d) and (d.is_prepared or not only_prepared)]
-        inside = [d for d in self._drawings if d.is_inside]
-        fit, room = fitting(ranked(ready, self.tokens_done), inside, self.model.memory.most)
-        return choose(fit, self.tokens_done, self.most_tokens, room)
-
-    def _prepare(self, chosen: Sequence[Drawing], events: list[EngineEvent]) -> None:
-        """Make new drawings ready, or one of them readier by an encode: there is no second one."""
-        may_encode = True
-        for drawing in [d for d in chosen if not d.is_prepared]:
-            try:
-                if may_encode and self.model.missing(drawing):
-                    self.model.encode(drawing)
-                    may_encode = False
-                if not self.model.missing(drawing):
-                    self.model.prepare(drawing)
-            except COMPUTE_ERRORS as error:
-                log.exception("request %s: prepare failed", drawing.run.request_id)
-                self._fail(drawing, f"preparing failed: {error}", events)
-
-    def _denoise(self, batch: list[Drawing], events: list[EngineEvent]) -> None:
-        """One forward for all of `batch`, then guidance and scheduler one by one."""
-        for drawing, prediction in self._predict(batch, events):
-            due, number = due_previews(drawing.wish), drawing.step + 1
-            try:
-                preview = self.model.update(drawing, prediction, number in due)
-                events.append(EngineProgress(drawing.run, {"step": number, "steps": drawing.wish.steps}))
-                if preview is not None and drawing.wish.preview_every:
-                    self._sketch(Decode(drawing, preview, 0, number, due.index(number)), events)
-            except COMPUTE_ERRORS as error:
-                log.exception("request %s: step failed", drawing.run.request_id)
-                self._fail(drawing, f"step {number} failed: {error}", events)
-                continue
-            if preview is not None and not drawing.wish.preview_every:
-                self._drop_previews(drawing)  # an older one would only come late
-                self._decodes.append(Decode(drawing, preview, 0, number, due.index(number)))
-            if not drawing.steps_left:
-                self._drop_previews(drawing)
-                self._decodes.append(Decode(drawing, drawing.noisy(), 0, number, None))
-
-    def _sketch(self, decode: Decode, events: list[EngineEvent]) -> None:
-        """Fast previews, at once."""
-        drawing = decode.drawing
-        for picture in self.model.preview(decode.latents, drawing.wish.width, drawing.wish.height):
-            said = meta(decode) | {"preview": "fast"}
-            events.append(EngineOutput(drawing.run, "image", (Tensor.of("image", picture),), said))
+    def _send_fast_preview(self, decode: PendingDecode, events: list[EngineEvent]) -> None:
+        image_run = decode.image_run
+        for image in self.model.preview(decode.latents, image_run.spec.width, image_run.spec.height):
+            piece = image_piece(decode, preview="fast")
+            events.append(EngineOutput(image_run.run, piece, (Tensor.of("image", image),)))
             decode.index += 1
 
-    def _predict(self, batch: list[Drawing], events: list[EngineEvent]) -> list[tuple[Drawing, Prediction]]:
-        """The batch's predictions; if the forward fails, each drawing's own, and only the culprits fail."""
+    # --- batch ---------------------------------------------------------------------------------------------------
+    def _next_batch(self, events: list[EngineEvent]) -> list[ImageRun]:
+        """Runs of the next step. A batch starts when all its runs are prepared; started runs do not wait for that."""
+        ready = [r for r in self._image_runs if r.can_step]
+        batch = self._select(ready)
+        if any(not r.is_prepared for r in batch):
+            self._prepare(batch, events)
+            batch = [r for r in batch if r in self._image_runs]  # without those that failed
+        if all(r.is_prepared for r in batch):
+            return batch
+        has_started = any(r.step for r in ready)
+        return self._select([r for r in ready if r.is_prepared]) if has_started else []
+
+    def _select(self, ready: list[ImageRun]) -> list[ImageRun]:
+        """The run with the highest priority, and those that share its step, within memory."""
+        fitting, free = self._admit(ready)
+        return select_batch(fitting, self.max_tokens, free)
+
+    def _admit(self, ready: list[ImageRun]) -> tuple[list[ImageRun], int]:
+        """Ready runs that fit into memory, by priority, and the bytes left for their step."""
+        admitted = [r for r in self._image_runs if r.is_admitted]
+        return admit(by_priority(ready, self.tokens_done), admitted, self.model.memory.limit_bytes)
+
+    def _prepare(self, batch: Sequence[ImageRun], events: list[EngineEvent]) -> None:
+        """Prepare the new runs of a batch, with at most one encode."""
+        may_encode = True
+        for image_run in [r for r in batch if not r.is_prepared]:
+            try:
+                if may_encode and self.model.missing(image_run):
+                    self.model.encode(image_run)
+                    may_encode = False
+                if not self.model.missing(image_run):
+                    self.model.prepare(image_run)
+            except COMPUTE_ERRORS as error:
+                log.exception("request %s: prepare failed", image_run.run.request_id)
+                self._fail(image_run, f"prepare failed: {error}", events)
+
+    # --- denoise -------------------------------------------------------------------------------------------------
+    def _denoise(self, batch: list[ImageRun], events: list[EngineEvent]) -> None:
+        """One forward for the batch, then guidance and scheduler run by run."""
+        for image_run, prediction in self._predict(batch, events):
+            preview_steps, step = image_run.spec.preview_steps, image_run.step + 1
+            try:
+                preview = self.model.update(image_run, prediction, step in preview_steps)
+                events.append(EngineProgress(image_run.run, step, image_run.spec.steps))
+                if preview is not None:
+                    self._preview(PendingDecode(image_run, preview, 0, step, preview_steps.index(step)), events)
+            except COMPUTE_ERRORS as error:
+                log.exception("request %s: step failed", image_run.run.request_id)
+                self._fail(image_run, f"step {step} failed: {error}", events)
+                continue
+            if not image_run.steps_left:
+                self._drop_previews(image_run)
+                self._decodes.append(PendingDecode(image_run, image_run.current_latents(), 0, step, None))
+
+    def _preview(self, decode: PendingDecode, events: list[EngineEvent]) -> None:
+        """Send a fast preview now, or queue an exact one in place of an older one."""
+        if decode.image_run.spec.preview_every:
+            self._send_fast_preview(decode, events)
+            return
+        self._drop_previews(decode.image_run)
+        self._decodes.append(decode)
+
+    def _predict(self, batch: list[ImageRun], events: list[EngineEvent]) -> list[tuple[ImageRun, Prediction]]:
+        """Predictions of the batch. If the forward fails, the runs are retried one by one and only culprits fail."""
         if not batch:
             return []
         try:
-            found = self.model.predict(batch)
-            self._count(batch)
-            return list(zip(batch, found, strict=True))
+            predictions = self.model.predict(batch)
         except COMPUTE_ERRORS as error:
             self.model.forward.forget()
             if len(batch) == 1:
                 log.exception("request %s: step failed", batch[0].run.request_id)
                 self._fail(batch[0], f"step {batch[0].step + 1} failed: {error}", events)
                 return []
-            log.warning("a step of %d requests failed, each goes alone: %s", len(batch), error)
-        return [pair for drawing in batch for pair in self._predict([drawing], events)]
+            log.warning("a step of %d requests failed; retrying them one by one: %s", len(batch), error)
+            return [pair for image_run in batch for pair in self._predict([image_run], events)]
+        self.forwards += 1
+        self.tokens_done += sum(r.tokens for r in batch)
+        return list(zip(batch, predictions, strict=True))
 
     # --- bookkeeping ---------------------------------------------------------------------------------------------
-    def _can_step(self, drawing: Drawing) -> bool:
-        return drawing.steps_left > 0 and not drawing.run.blocked
-
-    def _count(self, batch: Sequence[Drawing]) -> None:
-        self.forwards += 1
-        self.tokens_done += sum(d.tokens for d in batch)
-
-    def _prompt(self, wish: Wish, text: str, field: str) -> Prompt:
-        prompt = self.model.prompt(wish, text)
-        count = prompt.tokens - prompt.picture_tokens
-        if count > self.options.max_prompt_tokens:
-            raise BadRequest(f"{count} tokens long; at most {self.options.max_prompt_tokens} are read", field)
+    def _prompt(self, spec: ImageSpec, text: str, field: str) -> Prompt:
+        prompt = self.model.prompt(spec, text)
+        tokens, limit = prompt.tokens - prompt.image_tokens, self.options.max_prompt_tokens
+        if tokens > limit:
+            raise BadRequest(f"prompt must be at most {limit} tokens (got {tokens})", field)
         return prompt
 
-    def _fail(self, drawing: Drawing, message: str, events: list[EngineEvent]) -> None:
-        self._drop(drawing)
-        events.append(EngineFailed(drawing.run, StageFailed(message, self.stage)))
+    def _fail(self, image_run: ImageRun, message: str, events: list[EngineEvent]) -> None:
+        self._drop(image_run)
+        events.append(EngineFailed(image_run.run, StageFailed(message, self.stage)))
 
-    def _drop(self, drawing: Drawing) -> None:
-        """Forget a drawing and everything queued for it."""
-        self._drawings = [d for d in self._drawings if d is not drawing]
-        self._decodes = [d for d in self._decodes if d.drawing is not drawing]
-        self.model.forget(drawing)
-        if not self._drawings:
+    def _drop(self, image_run: ImageRun) -> None:
+        """Remove a run and everything queued for it."""
+        self._image_runs = [r for r in self._image_runs if r is not image_run]
+        self._decodes = [d for d in self._decodes if d.image_run is not image_run]
+        self.model.forget(image_run)
+        if not self._image_runs:
             self.model.forward.forget()
 
-    def _drop_previews(self, drawing: Drawing) -> None:
-        self._decodes = [d for d in self._decodes if d.drawing is not drawing or d.partial is None]
+    def _drop_previews(self, image_run: ImageRun) -> None:
+        self._decodes = [d for d in self._decodes if d.image_run is not image_run or d.partial is None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loaded picture model, in the pieces a step engine needs: encode, prepare, predict, update, decode."""
+"""A loaded image model in the pieces that a step engine needs: encode, prepare, predict, update, decode."""
 
 from __future__ import annotations
 
@@ -17,87 +17,87 @@ import torch
 
 from triton_omni.backends.core.engine import OptionsError
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.diffusion.batching import forward_of
-from triton_omni.backends.diffusion.edit import Editor
-from triton_omni.backends.diffusion.encoding import Cache, Pieces
+from triton_omni.backends.diffusion.batching import make_forward
+from triton_omni.backends.diffusion.edit import EditEncoder
 from triton_omni.backends.diffusion.forward import Forward, Prediction
-from triton_omni.backends.diffusion.image_params import Wish
-from triton_omni.backends.diffusion.image_run import Drawing, Kept
-from triton_omni.backends.diffusion.lora import Loras
-from triton_omni.backends.diffusion.memory import Memory
-from triton_omni.backends.diffusion.options import SIZE_MULTIPLE, DiffusionOptions, Limits
-from triton_omni.backends.diffusion.parallel.context import check_shareable
-from triton_omni.backends.diffusion.parallel.forward import Spread
-from triton_omni.backends.diffusion.parallel.ranks import Ranks
-from triton_omni.backends.diffusion.preview import Sketch
-from triton_omni.backends.diffusion.step_cache import StepCached
-from triton_omni.backends.diffusion.text import Prompt, PromptEncoder
+from triton_omni.backends.diffusion.image_params import FieldName, ImageSpec
+from triton_omni.backends.diffusion.image_run import ImageRun, InpaintState
+from triton_omni.backends.diffusion.lora import LoraAdapters
+from triton_omni.backends.diffusion.memory import ImageMemory
+from triton_omni.backends.diffusion.options import SIZE_MULTIPLE, DiffusionOptions, ImageLimits
+from triton_omni.backends.diffusion.parallel.context import check_divisible
+from triton_omni.backends.diffusion.parallel.forward import ParallelForward
+from triton_omni.backends.diffusion.parallel.ranks import RankGroup
+from triton_omni.backends.diffusion.preview import PreviewDecoder
+from triton_omni.backends.diffusion.step_cache import StepCachedForward
+from triton_omni.backends.diffusion.text import EncodeTasks, EncodingCache, Prompt, PromptEncoder
 from triton_omni.backends.diffusion.upstream import DiffusionPipeline, QwenImagePipeline, be_quiet, calculate_shift
 from triton_omni.backends.diffusion.vae import one_frame_codec, stock_codec
 
 log = logging.getLogger("triton_omni.diffusion")
 
-NEEDED = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler", "prompt_template_encode")
+COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler", "prompt_template_encode")
 
 
 def find_model(name: str, package_dir: str, models_dir: str) -> Path:
-    """The folder a deploy value names; raises OptionsError if there is none."""
+    """The folder that a deploy value names; raises OptionsError if it holds no model."""
     if name.startswith("package:"):
         folder = Path(package_dir, name.removeprefix("package:"))
     else:
         folder = Path(models_dir, name) if models_dir else Path(name)
     if not (folder / "model_index.json").is_file():
-        raise OptionsError(f"model '{name}': {folder / 'model_index.json'} is missing")
+        raise OptionsError(f"model '{name}': {folder / 'model_index.json'} does not exist")
     return folder
 
 
-class Model:
-    """The modules of one diffusers pipeline and the arithmetic between them. Holds nothing of any run."""
+class ImageModel:
+    """The modules of one diffusers pipeline and the arithmetic between them. Holds no state of any run."""
 
     def __init__(self, folder: Path, options: DiffusionOptions, device: str, models_dir: str = "") -> None:
         self.device = torch.device(device)
         self.options = options
-        be_quiet()
-        pipe: Any = DiffusionPipeline.from_pretrained(folder, dtype=getattr(torch, options.dtype))
-        lacking = [name for name in NEEDED if not hasattr(pipe, name)]
-        if lacking:
-            raise OptionsError(f"model '{options.model}': {type(pipe).__name__} has no {', '.join(lacking)}")
-        if options.offload == "none":
-            pipe.to(self.device)
-        for module in (pipe.transformer, pipe.vae, pipe.text_encoder):
-            module.eval().requires_grad_(False)
+        pipe = self._load(folder)
         self.factor: int = pipe.vae_scale_factor
-        if self.factor * 2 != SIZE_MULTIPLE:
-            raise OptionsError(f"model '{options.model}': a token is {self.factor * 2} pixels, not {SIZE_MULTIPLE}")
         self.codec = stock_codec(pipe.vae, options.vae_tiling) if options.keeps_vae else one_frame_codec(pipe.vae)
-        self.editor: Editor | None = None
+        self.edit_encoder: EditEncoder | None = None
         if hasattr(pipe, "processor"):
-            self.editor = Editor(pipe, self.device, self.codec, options.defaults.source_pixels)
+            self.edit_encoder = EditEncoder(pipe, self.device, self.codec, options.defaults.source_pixels)
             pipe = QwenImagePipeline(**{name: part for name, part in pipe.components.items() if name != "processor"})
         self.pipe: Any = pipe
         self.text = PromptEncoder(pipe, self.device)
-        self.cache = Cache(options.cache_bytes)
-        self.encoded = 0
-        """Prompts and pictures encoded so far."""
-        self.loras = Loras(self.pipe, {n: Path(models_dir, f) for n, f in options.loras.items()})
-        self._place()
+        self.cache = EncodingCache(options.cache_bytes)
+        self.encode_count = 0
+        """Encode tasks computed so far."""
+        self.loras = LoraAdapters(self.pipe, {n: Path(models_dir, f) for n, f in options.loras.items()})
+        self._offload_and_compile()
         with torch.inference_mode():
-            self.sketch = Sketch(self.codec, self.factor, pipe.vae.dtype, self.device)
-        own = forward_of(self.pipe.transformer, options)
-        several = options.parallel.ranks > 1
-        self.ranks = Ranks(folder, options, self.device, self.pipe.transformer) if several else None
-        self.forward: Forward = own if self.ranks is None else Spread(own, self.ranks, options)
-        self.memory = Memory(self.pipe, options, self.device)
+            self.preview_decoder = PreviewDecoder(self.codec, self.factor, pipe.vae.dtype, self.device)
+        self.forward, self.ranks = self._make_forward(folder)
+        self.memory = ImageMemory(self.pipe, options, self.device)
         threshold = options.step_cache_threshold
-        self.step_cached = StepCached(self.pipe.transformer, threshold) if threshold else None
+        self.step_cached = StepCachedForward(self.pipe.transformer, threshold) if threshold else None
 
-    def _place(self) -> None:
-        """Offload and compile with diffusers' own means."""
+    def _load(self, folder: Path) -> Any:
+        """The checkpoint's own pipeline class, checked and on the device."""
+        name = self.options.model
+        be_quiet()
+        pipe: Any = DiffusionPipeline.from_pretrained(folder, dtype=getattr(torch, self.options.dtype))
+        missing = [component for component in COMPONENTS if not hasattr(pipe, component)]
+        if missing:
+            raise OptionsError(f"model '{name}': {type(pipe).__name__} has no {', '.join(missing)}")
+        if pipe.vae_scale_factor * 2 != SIZE_MULTIPLE:
+            raise OptionsError(f"model '{name}': a token is {pipe.vae_scale_factor * 2} pixels, not {SIZE_MULTIPLE}")
+        if self.options.offload == "none":
+            pipe.to(self.device)
+        for module in (pipe.transformer, pipe.vae, pipe.text_encoder):
+            module.eval().requires_grad_(False)
+        return pipe
+
+    def _offload_and_compile(self) -> None:
+        """Apply diffusers' own offload and compilation."""
         offload = self.options.offload
         if offload != "none" and self.device.type == "cpu":
-            raise OptionsError(
-                f"offload: {offload}: moves weights between a GPU and memory; this stage runs on the CPU"
-            )
+            raise OptionsError(f"offload: {offload}: needs a GPU; this stage runs on the CPU")
         if offload == "model":
             self.pipe.enable_model_cpu_offload(device=self.device)
         elif offload == "sequential":
@@ -105,143 +105,158 @@ class Model:
         if self.options.compile:
             self.pipe.transformer.compile_repeated_blocks(dynamic=True)
 
-    def within(self, limits: Limits) -> Limits:
-        """The part of `limits` that this checkpoint can do."""
-        editor = self.editor
+    def _make_forward(self, folder: Path) -> tuple[Forward, RankGroup | None]:
+        own = make_forward(self.pipe.transformer, self.options)
+        if self.options.parallel.ranks == 1:
+            return own, None
+        ranks = RankGroup(folder, self.options, self.device, self.pipe.transformer)
+        return ParallelForward(own, ranks, self.options), ranks
+
+    def restrict(self, limits: ImageLimits) -> ImageLimits:
+        """`limits`, reduced to what this checkpoint supports."""
+        encoder = self.edit_encoder
         return msgspec.structs.replace(
             limits,
-            max_pictures=0 if editor is None else min(limits.max_pictures, editor.max_pictures),
-            masks=limits.masks and editor is not None and editor.masks is not None,
+            max_source_images=0 if encoder is None else min(limits.max_source_images, encoder.max_source_images),
+            masks=limits.masks and encoder is not None and encoder.mask_processor is not None,
         )
 
-    def prompt(self, wish: Wish, text: str) -> Prompt:
-        """The wish's prompt or negative prompt in its template."""
-        if self.editor is not None and wish.pictures:
-            return self.editor.prompt(text, wish.pictures)
+    def prompt(self, spec: ImageSpec, text: str) -> Prompt:
+        """Encode the prompt or the negative prompt in the model's template."""
+        if self.edit_encoder is not None and spec.source_images:
+            return self.edit_encoder.prompt(text, spec.source_images)
         return self.text.prompt(text)
 
-    def check(self, wish: Wish, at: str) -> None:
-        """Refuse what only the deploy file could have provided."""
-        check_shareable(wish.picture_tokens + wish.source_tokens, self.options.parallel, self.device, f"{at}.width")
-        if wish.lora and wish.lora not in self.loras.names:
-            has = ", ".join(self.loras.names) or "none"
-            raise BadRequest(f"there is no LoRA '{wish.lora}'; this stage has: {has}", f"{at}.lora")
-        if wish.lora_scale != 1.0 and not wish.lora:
-            raise BadRequest("there is no LoRA that it could scale", f"{at}.lora_scale")
-        if wish.step_cache and self.step_cached is None:
-            raise BadRequest("this stage has no step cache (deploy: step_cache_threshold)", f"{at}.step_cache")
+    def check(self, spec: ImageSpec, at: FieldName) -> None:
+        """Refuse options that this deployment does not support."""
+        check_divisible(spec.image_tokens + spec.source_tokens, self.options.parallel, self.device, at("width"))
+        if spec.lora and spec.lora not in self.loras.names:
+            names = ", ".join(self.loras.names) or "none"
+            raise BadRequest(f"unknown LoRA '{spec.lora}'; this stage has: {names}", at("lora"))
+        if spec.lora_scale != 1.0 and not spec.lora:
+            raise BadRequest("needs a LoRA (`lora`)", at("lora_scale"))
+        if spec.step_cache and self.step_cached is None:
+            raise BadRequest("this stage has no step cache (deploy: step_cache_threshold)", at("step_cache"))
 
-    def predict(self, batch: Sequence[Drawing]) -> list[Prediction]:
-        """One forward of drawings of one manner."""
-        wish = batch[0].wish
-        self.loras.wear(wish.lora, wish.lora_scale)
-        if wish.step_cache and self.step_cached is not None:
+    def predict(self, batch: Sequence[ImageRun]) -> list[Prediction]:
+        """One forward of runs with equal batch keys."""
+        spec = batch[0].spec
+        self.loras.activate(spec.lora, spec.lora_scale)
+        if spec.step_cache and self.step_cached is not None:
             return self.step_cached.predict(batch)
         return self.forward.predict(batch)
 
-    def forget(self, drawing: Drawing) -> None:
-        """Drop what is kept for a drawing that has ended."""
+    def forget(self, image_run: ImageRun) -> None:
+        """Free state of a run that has ended."""
         if self.step_cached is not None:
-            self.step_cached.drop(drawing)
+            self.step_cached.drop(image_run)
 
     def close(self) -> None:
-        """Drop what is kept, and end the other ranks."""
+        """Free cached state and end the other ranks."""
         self.forward.forget()
         if self.ranks is not None:
             self.ranks.close()
 
-    # --- one drawing ---------------------------------------------------------------------------------------------
-    def missing(self, drawing: Drawing) -> Pieces:
-        """What is still to be computed before the first step; what is kept from other drawings is taken."""
-        if not drawing.pieces:
-            drawing.pieces = self._pieces(drawing)
-        for key in drawing.pieces:
-            kept = self.cache.get(key)
-            if kept is not None:
-                drawing.made[key] = kept
-        return {key: compute for key, compute in drawing.pieces.items() if key not in drawing.made}
+    # --- one run -------------------------------------------------------------------------------------------------
+    def missing(self, image_run: ImageRun) -> EncodeTasks:
+        """Encode tasks still to be computed before the first step; cached results are taken over."""
+        if not image_run.encode_tasks:
+            image_run.encode_tasks = self._encode_tasks(image_run)
+        for key in image_run.encode_tasks:
+            cached = self.cache.get(key)
+            if cached is not None:
+                image_run.encoded[key] = cached
+        return {key: task for key, task in image_run.encode_tasks.items() if key not in image_run.encoded}
 
-    def encode(self, drawing: Drawing) -> None:
-        """Compute what is missing of its text or, for an edit, the first missing piece."""
-        for key, compute in list(self.missing(drawing).items())[: 1 if drawing.wish.pictures else None]:
-            drawing.made[key] = compute()
-            self.cache.put(key, drawing.made[key])
-            self.encoded += 1
+    def encode(self, image_run: ImageRun) -> None:
+        """Compute all missing tasks of a text-only run, or the first missing task of an edit."""
+        for key, task in list(self.missing(image_run).items())[: 1 if image_run.spec.source_images else None]:
+            image_run.encoded[key] = task()
+            self.cache.put(key, image_run.encoded[key])
+            self.encode_count += 1
 
-    def _pieces(self, drawing: Drawing) -> Pieces:
-        if self.editor is not None and drawing.wish.pictures:
-            return self.editor.pieces(drawing)
-        return {(prompt, ()): partial(self.text.features, prompt) for prompt in drawing.prompts()}
+    def _encode_tasks(self, image_run: ImageRun) -> EncodeTasks:
+        if self.edit_encoder is not None and image_run.spec.source_images:
+            return self.edit_encoder.encode_tasks(image_run)
+        return {(prompt, ()): partial(self.text.features, prompt) for prompt in image_run.prompts()}
 
-    def prepare(self, drawing: Drawing) -> None:
-        """Features, noise and schedule, as the stock pipeline makes them. Nothing may be missing."""
-        wish = drawing.wish
-        generator = torch.Generator().manual_seed(drawing.seed)  # on the CPU: the same noise on every device
-        made = [drawing.made[prompt, drawing.digests] for prompt in drawing.prompts()]
-        drawing.positive, drawing.negative = (*made, None)[:2]
-        if self.editor is not None and wish.pictures:
-            drawing.condition = self.editor.condition(drawing, generator)
-        drawing.pieces, drawing.made = {}, {}
+    def prepare(self, image_run: ImageRun) -> None:
+        """Features, noise and schedule, as in the stock pipeline. All encode tasks must be done."""
+        spec = image_run.spec
+        generator = torch.Generator().manual_seed(image_run.seed)  # on the CPU: the same noise on every device
+        features = [image_run.encoded[prompt, image_run.image_digests] for prompt in image_run.prompts()]
+        image_run.positive, image_run.negative = features[0], features[1] if len(features) == 2 else None
+        if self.edit_encoder is not None and spec.source_images:
+            image_run.condition = self.edit_encoder.condition(image_run, generator)
+        image_run.encode_tasks, image_run.encoded = {}, {}
         channels = self.pipe.transformer.config.in_channels // 4
-        drawing.latents = self.pipe.prepare_latents(
-            wish.n, channels, wish.height, wish.width, drawing.branches()[0].dtype, self.device, generator
+        image_run.latents = self.pipe.prepare_latents(
+            spec.n, channels, spec.height, spec.width, features[0].dtype, self.device, generator
         )
-        drawing.scheduler = copy.deepcopy(self.pipe.scheduler)
-        config = drawing.scheduler.config
+        image_run.scheduler = self._scheduler(image_run)
+        image_run.timesteps = image_run.scheduler.timesteps
+        if self.edit_encoder is not None and spec.mask is not None:
+            image_run.inpaint = self.edit_encoder.inpaint_state(image_run)
+
+    def _scheduler(self, image_run: ImageRun) -> Any:
+        """A scheduler of the run's own; the defaults are those of diffusers' pipeline."""
+        scheduler = copy.deepcopy(self.pipe.scheduler)
+        config = scheduler.config
         shift = calculate_shift(
-            drawing.noisy().shape[1],
+            image_run.current_latents().shape[1],
             config.get("base_image_seq_len", 256),
             config.get("max_image_seq_len", 4096),
             config.get("base_shift", 0.5),
             config.get("max_shift", 1.15),
         )
-        sigmas = np.linspace(1.0, 1 / wish.steps, wish.steps)
-        drawing.scheduler.set_timesteps(sigmas=sigmas, mu=shift, device=self.device)
-        drawing.scheduler.set_begin_index(0)
-        drawing.timesteps = drawing.scheduler.timesteps
-        if self.editor is not None and wish.mask is not None:
-            drawing.kept = self.editor.kept(drawing)
+        steps = image_run.spec.steps
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift, device=self.device)
+        scheduler.set_begin_index(0)
+        return scheduler
 
-    def update(self, drawing: Drawing, prediction: Prediction, wants_preview: bool) -> torch.Tensor | None:
-        """Guidance and one scheduler step; returns the picture as it would be now, if that is wanted."""
+    def update(self, image_run: ImageRun, prediction: Prediction, wants_preview: bool) -> torch.Tensor | None:
+        """Guidance and one scheduler step; returns the latents predicted for the final image, if wanted."""
         velocity = prediction.positive
         if prediction.negative is not None:
-            guided = prediction.negative + drawing.wish.true_cfg_scale * (velocity - prediction.negative)
+            guided = prediction.negative + image_run.spec.true_cfg_scale * (velocity - prediction.negative)
             norm = torch.norm(velocity, dim=-1, keepdim=True)
             velocity = guided * (norm / torch.norm(guided, dim=-1, keepdim=True))
-        latents = drawing.noisy()
-        preview = latents - drawing.scheduler.sigmas[drawing.step] * velocity if wants_preview else None
-        drawing.latents = drawing.scheduler.step(velocity, drawing.time(), latents, return_dict=False)[0]
-        drawing.step += 1
-        if drawing.kept is not None:
-            return self._keep(drawing, drawing.kept, preview)
+        scheduler, latents = image_run.scheduler, image_run.current_latents()
+        preview = latents - scheduler.sigmas[image_run.step] * velocity if wants_preview else None
+        image_run.latents = scheduler.step(velocity, image_run.timestep(), latents, return_dict=False)[0]
+        image_run.step += 1
+        if image_run.inpaint is not None:
+            return self._restore_unmasked(image_run, image_run.inpaint, preview)
         return preview
 
-    def _keep(self, drawing: Drawing, kept: Kept, preview: torch.Tensor | None) -> torch.Tensor | None:
-        """Put back what a masked edit must not change, as noisy as the rest is now; the same in the preview."""
-        source = drawing.condition
+    def _restore_unmasked(
+        self, image_run: ImageRun, inpaint: InpaintState, preview: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Reset what a masked edit must not change to the source image, at the current noise level."""
+        source, mask = image_run.condition, inpaint.mask
         assert source is not None
-        noisy = source
-        if drawing.steps_left:
-            noisy = drawing.scheduler.scale_noise(source, drawing.time()[None], kept.noise)
-        drawing.latents = (1 - kept.mask) * noisy + kept.mask * drawing.noisy()
-        return None if preview is None else (1 - kept.mask) * source + kept.mask * preview
+        noised = source
+        if image_run.steps_left:
+            noised = image_run.scheduler.scale_noise(source, image_run.timestep()[None], inpaint.noise)
+        image_run.latents = (1 - mask) * noised + mask * image_run.current_latents()
+        return None if preview is None else (1 - mask) * source + mask * preview
 
+    # --- images --------------------------------------------------------------------------------------------------
     def decode(self, latents: torch.Tensor, width: int, height: int) -> npt.NDArray[np.uint8]:
         """Latents (n, image tokens, channels) to RGB pixels (n, height, width, 3)."""
-        return _rgb(self.codec.decode(self._spread(latents, width, height))[:, :, 0])
+        return _rgb(self.codec.decode(self._unpack(latents, width, height))[:, :, 0])
 
     def preview(self, latents: torch.Tensor, width: int, height: int) -> npt.NDArray[np.uint8]:
-        """About what `decode` would give, for next to nothing."""
-        return _rgb(self.sketch(self._spread(latents, width, height)))
+        """An approximation of `decode` by a linear function."""
+        return _rgb(self.preview_decoder(self._unpack(latents, width, height)))
 
-    def _spread(self, latents: torch.Tensor, width: int, height: int) -> torch.Tensor:
-        """Latents as the VAE has them: (n, channels, 1, height / 8, width / 8)."""
+    def _unpack(self, latents: torch.Tensor, width: int, height: int) -> torch.Tensor:
+        """Latents in the VAE's layout: (n, channels, 1, height / 8, width / 8)."""
         vae = self.pipe.vae
-        spread = self.pipe._unpack_latents(latents, height, width, self.factor).to(vae.dtype)
-        mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1).to(spread.device, spread.dtype)
-        scale = 1.0 / torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1).to(spread.device, spread.dtype)
-        return spread / scale + mean
+        unpacked = self.pipe._unpack_latents(latents, height, width, self.factor).to(vae.dtype)
+        mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1).to(unpacked.device, unpacked.dtype)
+        scale = 1.0 / torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1).to(unpacked.device, unpacked.dtype)
+        return unpacked / scale + mean
 
 
 def _rgb(pixels: torch.Tensor) -> npt.NDArray[np.uint8]:

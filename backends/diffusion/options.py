@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What deploy.yaml may say about a diffusion stage. No torch here."""
+"""Engine options of a diffusion stage in deploy.yaml. Imports no torch: the stub loads this module."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from triton_omni.backends.core.engine import OptionsError
 from triton_omni.backends.core.hints import nearest_key
 
 SIZE_MULTIPLE = 16
-"""Pixels a token is wide: the VAE's factor 8 times the transformer's 2 x 2 patches. The loader checks the model."""
+"""Width of an image token in pixels: the VAE's factor of 8 times the transformer's 2 x 2 patches. Checked at load."""
 MAX_SIDE = 4096
-MAX_PICTURES = 16
+MAX_SOURCE_IMAGES = 16
 MAX_RATIO = 8
-"""One side of a picture to edit to the other, at most."""
+"""Longest allowed ratio of the sides of a source image."""
 
 SHARED_CACHES = ("cache_backend", "cache_config", "cache_strategy", "enable_teacache", "teacache_params", "step_cache")
-"""What other servers call step caches that live in the transformer; `step_cache` if it is to name one of these."""
+"""Names that other servers use for step caches whose state lives in the transformer."""
 NO_SHARED_CACHE = (
-    "TeaCache, cache-dit and the like keep what they saw in the transformer, where requests that share steps would "
-    "meet. The one cache kept for each request by itself is the first-block cache"
+    "TeaCache, cache-dit and similar caches keep their state in the transformer, which batched requests share; "
+    "use the first-block cache, which keeps its state per request"
 )
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one request may cost on this machine.
+class ImageLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Upper bounds of one request.
 
-    A schedule with a fixed last sigma divides zero by zero for one step, so there are at least two.
-    max_pictures counts the pictures that a request brings to be edited, masks says whether they may be edited in part;
-    the checkpoint may allow less.
+    min_steps          at least 2: with a fixed last sigma the schedule of one step divides zero by zero
+    max_total_pixels   pixels of all `n` images of a request
+    max_pixel_steps    work of a request: pixels of all images and source images, times steps and guidance branches
+    max_source_images  images to edit that a request may bring; a checkpoint may allow fewer
+    masks              whether a request may bring a mask; a checkpoint may not support it
     """
 
     max_pixels: Count = 2 * 1024 * 1024
@@ -41,15 +43,16 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_images: Annotated[int, msgspec.Meta(ge=1, le=10)] = 10
     max_partial_images: Annotated[int, msgspec.Meta(ge=0, le=3)] = 3
     max_total_pixels: Count = 8 * 1024 * 1024
+    max_pixel_steps: Count = 100 * 8 * 1024 * 1024
     min_steps: Annotated[int, msgspec.Meta(ge=2)] = 2
-    max_pictures: Annotated[int, msgspec.Meta(ge=0, le=MAX_PICTURES)] = 3
+    max_source_images: Annotated[int, msgspec.Meta(ge=0, le=MAX_SOURCE_IMAGES)] = 3
     masks: bool = True
 
 
-class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request that says nothing gets. Guidance works only against a negative prompt; " " is one.
+class ImageDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Values for requests that leave them out. Guidance needs a negative prompt; " " is a valid one.
 
-    source_pixels is the area that a picture to edit is brought to, whatever it was, and the size of the edited one.
+    source_pixels  area in pixels that a source image is resized to, and the default size of the edited image
     """
 
     width: Count = 1024
@@ -61,13 +64,13 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source_pixels: Annotated[int, msgspec.Meta(ge=128 * 128, le=MAX_SIDE * MAX_SIDE // MAX_RATIO)] = 1024 * 1024
 
 
-class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Ranks of one instance: processes that compute its forwards together, each with a GPU of its own (ranks.py).
+class ParallelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Processes (ranks) of one instance that compute each forward together, each on its own GPU (parallel/ranks.py).
 
-    cfg       so many ranks share the guidance branches and pictures of a step
-    context   instead: so many ranks share the tokens of every picture; with `batching: seq`
-    kind      how these meet in attention: ulysses (each has some heads) or ring (bfloat16 on GPUs only)
-    answer_s  a rank that owes an answer for so long is taken for dead, and the worker starts anew; less than `hang_s`
+    cfg       number of ranks that share the guidance branches and images of a step
+    context   number of ranks that share the tokens of every image; needs `batching: seq`; not together with cfg
+    kind      attention across `context` ranks: ulysses (split by heads) or ring (bfloat16 on GPUs only)
+    answer_s  response time-out of a rank in seconds; on expiry the worker restarts. Must be less than `hang_s`
     """
 
     cfg: Count = 1
@@ -81,26 +84,27 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The `engine:` section of a diffusion stage in deploy.yaml; every default is here.
+    """The `engine:` section of a diffusion stage.
 
-    model             folder in diffusers layout; "package:NAME" is a folder of the pipeline itself
-    batching          packed: any mix in one forward; pad: equal sizes only; seq: the stock arithmetic, one by one
+    model             folder in diffusers layout; "package:NAME" is a folder inside the pipeline's package
+    batching          packed: any mix of requests in one forward; pad: requests of equal size only;
+                      seq: one request per forward, bit for bit the arithmetic of diffusers' pipeline
     dtype             float32 or bfloat16
-    threads           torch threads on a CPU, fixed because results depend on it
-    step_overhead_tokens  tokens that cost as much as a step costs anyway; runs share a step where that pays
-                      (fairness.py); 0: measured when loading, for pictures of growing size, but one by one with seq
-    max_batch_tokens  tokens one forward may hold, unless a single run needs more; 1: one by one; 0: no bound
-    max_prompt_tokens longest prompt, counted after the template
-    memory_bytes      what drawings may need at one time, beside the weights; who needs more is refused, who needs more
-                      than is left waits; 0: nine tenths of what is free when the model has loaded
-    cache_bytes       features of prompts and latents of pictures to edit that are kept, the newest used
-    vae_tiling        decode large pictures in tiles (needs less memory; seams are blended, not exact)
-    loras             adapters by name: folders or files, looked up like models; a request names one (`lora`)
-    step_cache_threshold  lets requests skip parts of steps (`step_cache`; not exact); larger skips more; 0: refuse
-    compile           compile the repeated blocks when first used; not with `batching: packed`, which does not call them
-    offload           on a GPU: keep in memory what is not in use; model: whole networks (not with `batching: packed`,
-                      which does not call the whole), sequential: layers (slow)
-    parallel          more than one rank for an instance, each with one of its GPUs
+    threads           torch threads on a CPU; fixed, because results depend on the number
+    step_overhead_tokens  fixed cost of a step, in tokens; requests are batched while that pays (scheduling.py).
+                      0: measured at load for images of growing size, except with seq
+    max_batch_tokens  tokens per forward, unless a single request needs more; 1: no batching; 0: unlimited
+    max_prompt_tokens longest prompt in tokens, without the template's prefix
+    memory_bytes      memory for running requests beside the weights. A request that needs more is refused; one that
+                      needs more than is free waits. 0: nine tenths of the memory that is free after load
+    cache_bytes       LRU cache of prompt features and of latents of source images
+    vae_tiling        decode large images in tiles: less memory, blended seams, not exact
+    loras             adapters by name: folders or files, resolved like `model`; a request selects one with `lora`
+    step_cache_threshold  enables the request option `step_cache`; not exact; larger values skip more; 0: disabled
+    compile           compile the repeated blocks on first use; not with `batching: packed`, which bypasses their calls
+    offload           GPU only; model: move whole networks to host memory while unused (not with `batching: packed`);
+                      sequential: move single layers (slow)
+    parallel          ranks per instance
     """
 
     model: str
@@ -117,58 +121,63 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_cache_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     compile: bool = False
     offload: Literal["none", "model", "sequential"] = "none"
-    parallel: Parallel = Parallel()
-    limits: Limits = Limits()
-    defaults: Defaults = Defaults()
+    parallel: ParallelOptions = ParallelOptions()
+    limits: ImageLimits = ImageLimits()
+    defaults: ImageDefaults = ImageDefaults()
 
     @property
     def keeps_vae(self) -> bool:
-        """True if the VAE is used as it is, not in its one-frame form (vae.py), which knows no tiles and no offload."""
+        """True if the stock VAE is used. The one-frame form (vae.py) supports neither tiling nor model offload."""
         return self.batching == "seq" or self.vae_tiling or self.offload == "model"
 
 
 def read_options(options: Mapping[str, Any], stage: str) -> DiffusionOptions:
-    """Typed engine options; raises OptionsError naming the stage, the key and the nearest known key."""
+    """Parse engine options; raises OptionsError naming the stage, the key and the nearest known key."""
+    at = f"stage '{stage}', engine options: "
     for name in SHARED_CACHES:
         if name in options:
-            raise OptionsError(
-                f"stage '{stage}', engine options: {name}: {NO_SHARED_CACHE}: `step_cache_threshold: 0.1`, say"
-            )
+            raise OptionsError(f"{at}{name}: {NO_SHARED_CACHE}: `step_cache_threshold: 0.1`, for example")
     try:
-        found = msgspec.convert(dict(options), DiffusionOptions)
+        parsed = msgspec.convert(dict(options), DiffusionOptions)
     except msgspec.ValidationError as error:
-        raise OptionsError(f"stage '{stage}', engine options: {error}{_hint(str(error))}") from None
-    for clash, why in _clashes(found):
-        if clash:
-            raise OptionsError(f"stage '{stage}', engine options: {why}")
-    return found
+        raise OptionsError(f"{at}{error}{_hint(str(error))}") from None
+    for is_conflict, message in _conflicts(parsed):
+        if is_conflict:
+            raise OptionsError(at + message)
+    return parsed
 
 
-def _clashes(options: DiffusionOptions) -> tuple[tuple[bool, str], ...]:
-    """Options that contradict one another."""
+def _conflicts(options: DiffusionOptions) -> tuple[tuple[bool, str], ...]:
+    """Pairs of (whether these options contradict one another, error message)."""
     packed, limits, defaults = options.batching == "packed", options.limits, options.defaults
     parallel = options.parallel
     return (
-        (parallel.cfg > 1 and parallel.context > 1, "parallel: either cfg or context"),
+        (parallel.cfg > 1 and parallel.context > 1, "parallel: set either cfg or context, not both"),
         (parallel.context > 1 and options.batching != "seq",
-         "parallel.context: shares one picture at a time; say `batching: seq`"),
-        (parallel.kind == "ring" and parallel.context == 1, "parallel.kind: ring: says how ranks of `context` meet"),
-        (parallel.kind == "ring" and options.dtype != "bfloat16", "parallel.kind: ring: say `dtype: bfloat16`"),
-        *((parallel.ranks > 1 and bool(given), f"{name}: not with parallel, whose other ranks know nothing of it")
-          for name, given in (("loras", options.loras), ("step_cache_threshold", options.step_cache_threshold),
-                              ("compile", options.compile), ("offload", options.offload != "none"))),
-        (options.compile and packed, "compile: a packed step does not call the blocks; say `batching: pad` or `seq`"),
-        (options.offload == "model" and packed, "offload: model: say `batching: pad` or `seq`, or sequential"),
+         "parallel.context: splits one image at a time; set `batching: seq`"),
+        (parallel.kind == "ring" and parallel.context == 1, "parallel.kind: ring: needs parallel.context > 1"),
+        (parallel.kind == "ring" and options.dtype != "bfloat16", "parallel.kind: ring: set `dtype: bfloat16`"),
+        *((parallel.ranks > 1 and is_set, f"{name}: not supported with parallel")
+          for name, is_set in (("loras", bool(options.loras)),
+                               ("step_cache_threshold", options.step_cache_threshold > 0),
+                               ("compile", options.compile), ("offload", options.offload != "none"))),
+        (options.compile and packed,
+         "compile: a packed step does not call the compiled blocks; set `batching: pad` or `seq`"),
+        (options.offload == "model" and packed, "offload: model: set `batching: pad` or `seq`, or offload: sequential"),
         (options.step_cache_threshold > 0 and not packed,
-         "step_cache_threshold: only beside `batching: packed` can a run's cache be kept apart from others"),
-        (options.step_cache_threshold > 0 and options.offload != "none", "step_cache_threshold: not with offload"),
+         "step_cache_threshold: needs `batching: packed`, which keeps the cache of a request apart from others"),
+        (options.step_cache_threshold > 0 and options.offload != "none",
+         "step_cache_threshold: not supported with offload"),
         (bool(defaults.lora) and defaults.lora not in options.loras, f"defaults.lora: loras has no '{defaults.lora}'"),
         (defaults.width * defaults.height > limits.max_pixels, "defaults.width, height: more than limits.max_pixels"),
         (limits.max_total_pixels < limits.max_pixels, "limits.max_total_pixels: less than limits.max_pixels"),
-        (not limits.min_steps <= defaults.steps <= limits.max_steps, "defaults.steps: outside the limits"),
+        (2 * defaults.steps * defaults.width * defaults.height > limits.max_pixel_steps,
+         "defaults.width, height, steps: more than limits.max_pixel_steps"),
+        (not limits.min_steps <= defaults.steps <= limits.max_steps,
+         "defaults.steps: must be from limits.min_steps to limits.max_steps"),
     )  # fmt: skip
 
 
 def _hint(message: str) -> str:
-    known = [name for kind in (DiffusionOptions, Limits, Defaults, Parallel) for name in kind.__struct_fields__]
-    return nearest_key(message, known)
+    structs = (DiffusionOptions, ImageLimits, ImageDefaults, ParallelOptions)
+    return nearest_key(message, [name for struct in structs for name in struct.__struct_fields__])

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any mix of drawings in one forward: no padding, no masks, no common size.
+"""Packed batching: any mix of sizes, prompts and guidance in one forward, without padding or masks.
 
-All image tokens form one sequence and all text tokens another. Everything that works token by token (projections,
-norms, feed-forward) runs once over these; attention runs per row, over the row's own text and image tokens; what
-depends on a row's timestep (the modulation) is computed per row and spread to its tokens. Some models see the pictures
-to edit at time zero (`zero_cond_t`): then there is a second such row for each.
+All image tokens form one sequence and all text tokens another. Operations per token (projections, norms, feed-forward)
+run once over these sequences. Attention runs per row, over that row's text and image tokens. The modulation depends on
+a row's timestep: it is computed per row and gathered to tokens. Models with `zero_cond_t` see source images at time
+zero, which takes a second modulation row per row.
 
-Batch invariance. On a CPU a matrix product of few rows takes another kernel than one of many, with other rounding:
-that is the only place where a row's bits could depend on its neighbours. So every product here has at least
-`min_rows` rows, with unused ones if need be, and a row's result is the same, bit for bit, whoever else is there.
+Batch invariance. On a CPU a matrix product with few rows uses another kernel than one with many rows, and rounds
+differently. This is the only place where the bits of a row could depend on the rest of the batch. So every product here
+has at least `min_rows` rows (zeros if need be), and the result of a row is bitwise independent of the batch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from triton_omni.backends.diffusion.forward import Pictures, Prediction, Row, regroup, rows_of
+from triton_omni.backends.diffusion.forward import BatchRow, ForwardInput, Prediction, regroup, rows_of
 from triton_omni.backends.diffusion.upstream import apply_rotary_emb_qwen
 
-MIN_ROWS_PER_THREAD = 8  # a thread that gets fewer than 4 rows of a product takes another kernel; measured, doubled
+MIN_ROWS_PER_THREAD = 8  # the kernel changes below 4 rows per thread (measured); doubled
 MIN_ROWS = 16
 
 PARTS = ("img_in", "txt_in", "txt_norm", "time_text_embed", "pos_embed", "transformer_blocks", "norm_out", "proj_out")
@@ -37,8 +37,8 @@ ATTENTION_PARTS = (
 )  # fmt: skip
 
 
-def lacks(transformer: Any) -> str:
-    """What keeps this transformer from being packed, in words; empty if nothing does."""
+def unsupported_reason(transformer: Any) -> str:
+    """Why this transformer cannot be packed; empty if it can."""
     config = transformer.config
     if config.get("guidance_embeds") or config.get("use_additional_t_cond"):
         return "it is conditioned on more than text and time"
@@ -50,30 +50,31 @@ def lacks(transformer: Any) -> str:
     return f"it has no {', '.join(missing)}" if missing else ""
 
 
-@dataclass(eq=False)
-class Layout:
-    """What stays the same while the same drawings step together.
+@dataclass(eq=False, kw_only=True)
+class PackedLayout:
+    """What stays the same while the same inputs step together.
 
-    image, text   the row of modulation of each token, padding (row 0) at the end
-    tables        rotary tables of all image tokens and of all text tokens
-    prompt        projected text features (1, text tokens, dim)
+    image_rows, text_rows    modulation row of each token; padding tokens at the end use row 0
+    image_table, text_table  rotary tables of all image tokens and of all text tokens
+    prompt                   projected text features (1, text tokens, dim)
     """
 
-    drawings: tuple[Pictures, ...]
-    rows: list[Row]
+    inputs: tuple[ForwardInput, ...]
+    rows: list[BatchRow]
     image_lengths: list[int]
     text_lengths: list[int]
-    image: torch.Tensor
-    text: torch.Tensor
-    tables: tuple[torch.Tensor, torch.Tensor]
+    image_rows: torch.Tensor
+    text_rows: torch.Tensor
+    image_table: torch.Tensor
+    text_table: torch.Tensor
     prompt: torch.Tensor
 
-    def is_for(self, drawings: Sequence[Pictures]) -> bool:
-        """True if these are the very same drawings in the same order."""
-        return len(drawings) == len(self.drawings) and all(a is b for a, b in zip(drawings, self.drawings, strict=True))
+    def matches(self, inputs: Sequence[ForwardInput]) -> bool:
+        """True if these are the same objects in the same order."""
+        return len(inputs) == len(self.inputs) and all(a is b for a, b in zip(inputs, self.inputs, strict=True))
 
 
-class Packed:
+class PackedForward:
     """The transformer's own modules, applied to packed sequences."""
 
     def __init__(self, transformer: Any, threads: int) -> None:
@@ -81,122 +82,126 @@ class Packed:
         self._min_rows = max(MIN_ROWS, MIN_ROWS_PER_THREAD * threads)
         self._head_dim: int = transformer.config.attention_head_dim
         self._sources_at_zero = bool(transformer.config.get("zero_cond_t"))
-        self._layout: Layout | None = None
+        self._layout: PackedLayout | None = None
 
-    def predict(self, drawings: Sequence[Pictures]) -> list[Prediction]:
-        if self._layout is None or not self._layout.is_for(drawings):
-            self._layout = self._lay_out(drawings)
-        rows = self._forward(self._layout)
-        return regroup(drawings, rows)
+    def predict(self, inputs: Sequence[ForwardInput]) -> list[Prediction]:
+        if self._layout is None or not self._layout.matches(inputs):
+            self._layout = self._make_layout(inputs)
+        return regroup(inputs, self._forward(self._layout))
 
     def forget(self) -> None:
-        """Drop what is kept of the last drawings."""
+        """Drop the cached layout."""
         self._layout = None
 
     # --- layout --------------------------------------------------------------------------------------------------
-    def _lay_out(self, drawings: Sequence[Pictures]) -> Layout:
+    def _make_layout(self, inputs: Sequence[ForwardInput]) -> PackedLayout:
         model = self._model
-        rows = rows_of(drawings)
-        lengths = [[prod(grid) for grid in r.drawing.grids] for r in rows]  # of the picture, then of its sources
-        text_lengths = [r.features.shape[1] for r in rows]
+        rows = rows_of(inputs)
+        grid_lengths = [[prod(grid) for grid in row.source.grids] for row in rows]
+        text_lengths = [row.features.shape[1] for row in rows]
         device = rows[0].features.device
         tables = [
-            model.pos_embed([list(r.drawing.grids)], max_txt_seq_len=length, device=device)
-            for r, length in zip(rows, text_lengths, strict=True)
+            model.pos_embed([list(row.source.grids)], max_txt_seq_len=length, device=device)
+            for row, length in zip(rows, text_lengths, strict=True)
         ]
-        features = torch.cat([r.features[0] for r in rows])
-        return Layout(
-            tuple(drawings),
-            rows,
-            [sum(each) for each in lengths],
-            text_lengths,
-            self._spread(
-                [place for i in range(len(rows)) for place in (i, i + len(rows) * self._sources_at_zero)],
-                [tokens for picture, *sources in lengths for tokens in (picture, sum(sources))],
+        features = torch.cat([row.features[0] for row in rows])
+        source_offset = len(rows) if self._sources_at_zero else 0
+        return PackedLayout(
+            inputs=tuple(inputs),
+            rows=rows,
+            image_lengths=[sum(lengths) for lengths in grid_lengths],
+            text_lengths=text_lengths,
+            image_rows=self._repeat(
+                [index for row in range(len(rows)) for index in (row, row + source_offset)],
+                [tokens for image, *sources in grid_lengths for tokens in (image, sum(sources))],
                 device,
             ),
-            self._spread(range(len(rows)), text_lengths, device),
-            (self._fill(torch.cat([t for t, _ in tables])), self._fill(torch.cat([t for _, t in tables]))),
-            model.txt_in(model.txt_norm(self._fill(features)))[None],
+            text_rows=self._repeat(range(len(rows)), text_lengths, device),
+            image_table=self._pad(torch.cat([image for image, _ in tables])),
+            text_table=self._pad(torch.cat([text for _, text in tables])),
+            prompt=model.txt_in(model.txt_norm(self._pad(features)))[None],
         )
 
-    def _spread(self, places: Sequence[int], lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Each place as often as its length says."""
-        return self._fill(torch.repeat_interleave(torch.tensor(places), torch.tensor(lengths))).to(device)
+    def _repeat(self, indices: Sequence[int], lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Each index as often as its length says, padded."""
+        return self._pad(torch.repeat_interleave(torch.tensor(indices), torch.tensor(lengths))).to(device)
 
-    def _fill(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` with zeros appended until it has enough rows."""
-        lacking = self._min_rows - x.shape[0]
-        return x if lacking <= 0 else torch.cat([x, x.new_zeros(lacking, *x.shape[1:])])
+    def _pad(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` with zero rows appended up to `min_rows`."""
+        missing = self._min_rows - x.shape[0]
+        return x if missing <= 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
     # --- forward -------------------------------------------------------------------------------------------------
-    def _forward(self, layout: Layout) -> Sequence[torch.Tensor]:
-        """Velocities, one (image tokens, channels) per row."""
+    def _forward(self, layout: PackedLayout) -> Sequence[torch.Tensor]:
+        """Velocities, (image and source tokens, channels) per row."""
         model = self._model
-        latents = torch.cat([r.drawing.seen()[r.picture] for r in layout.rows])
-        times = torch.stack([r.drawing.time() for r in layout.rows]).to(latents.dtype) / 1000
+        latents = torch.cat([row.source.model_input()[row.image] for row in layout.rows])
+        times = torch.stack([row.source.timestep() for row in layout.rows]).to(latents.dtype) / 1000
         if self._sources_at_zero:
             times = torch.cat([times, times * 0])
-        image = model.img_in(self._fill(latents))[None]
-        time = model.time_text_embed(self._fill(times), image)
+        image = model.img_in(self._pad(latents))[None]
+        time = model.time_text_embed(self._pad(times), image)
         text = layout.prompt
         for block in model.transformer_blocks:
             image, text = self._block(block, image, text, time, layout)
         scale, shift = model.norm_out.linear(model.norm_out.silu(time).to(image.dtype)).chunk(2, dim=1)
-        image = model.norm_out.norm(image) * (1 + scale[layout.image][None]) + shift[layout.image][None]
+        rows = layout.image_rows
+        image = model.norm_out.norm(image) * (1 + scale[rows][None]) + shift[rows][None]
         total = sum(layout.image_lengths)
         return model.proj_out(image)[0, :total].split(layout.image_lengths)
 
     def _block(
-        self, block: Any, image: torch.Tensor, text: torch.Tensor, time: torch.Tensor, layout: Layout
+        self, block: Any, image: torch.Tensor, text: torch.Tensor, time: torch.Tensor, layout: PackedLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One dual-stream block."""
         image_first, image_second = block.img_mod(time).chunk(2, -1)
         text_first, text_second = block.txt_mod(time).chunk(2, -1)
-        image_normed, image_gate = _modulate(block.img_norm1(image), image_first, layout.image)
-        text_normed, text_gate = _modulate(block.txt_norm1(text), text_first, layout.text)
-        image_seen, text_seen = self._attend(block.attn, image_normed, text_normed, layout)
-        image = image + image_gate * image_seen
-        text = text + text_gate * text_seen
-        image_normed, image_gate = _modulate(block.img_norm2(image), image_second, layout.image)
+        image_normed, image_gate = _modulate(block.img_norm1(image), image_first, layout.image_rows)
+        text_normed, text_gate = _modulate(block.txt_norm1(text), text_first, layout.text_rows)
+        image_attended, text_attended = self._attend(block.attn, image_normed, text_normed, layout)
+        image = image + image_gate * image_attended
+        text = text + text_gate * text_attended
+        image_normed, image_gate = _modulate(block.img_norm2(image), image_second, layout.image_rows)
         image = image + image_gate * block.img_mlp(image_normed)
-        text_normed, text_gate = _modulate(block.txt_norm2(text), text_second, layout.text)
+        text_normed, text_gate = _modulate(block.txt_norm2(text), text_second, layout.text_rows)
         text = text + text_gate * block.txt_mlp(text_normed)
         return image, text
 
     def _attend(
-        self, attn: Any, image: torch.Tensor, text: torch.Tensor, layout: Layout
+        self, attn: Any, image: torch.Tensor, text: torch.Tensor, layout: PackedLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each row's tokens attend to that row's text and image tokens; text comes first."""
-        image_table, text_table = layout.tables
+        """Attention of each row over its own tokens, text first."""
         heads = (-1, self._head_dim)
         q, k, v = (f(image).unflatten(-1, heads) for f in (attn.to_q, attn.to_k, attn.to_v))
         tq, tk, tv = (f(text).unflatten(-1, heads) for f in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
-        q, k = _rotate(attn.norm_q(q), image_table), _rotate(attn.norm_k(k), image_table)
-        tq, tk = _rotate(attn.norm_added_q(tq), text_table), _rotate(attn.norm_added_k(tk), text_table)
-        seen_by_image: list[torch.Tensor] = []
-        seen_by_text: list[torch.Tensor] = []
-        at = text_at = 0
+        q, k = _rotate(attn.norm_q(q), layout.image_table), _rotate(attn.norm_k(k), layout.image_table)
+        tq, tk = _rotate(attn.norm_added_q(tq), layout.text_table), _rotate(attn.norm_added_k(tk), layout.text_table)
+        image_out: list[torch.Tensor] = []
+        text_out: list[torch.Tensor] = []
+        start = text_start = 0
         for length, text_length in zip(layout.image_lengths, layout.text_lengths, strict=True):
-            mine, text_mine = slice(at, at + length), slice(text_at, text_at + text_length)
-            jq, jk, jv = (
-                torch.cat([t[:, text_mine], i[:, mine]], 1).transpose(1, 2) for t, i in ((tq, q), (tk, k), (tv, v))
+            image_slice, text_slice = slice(start, start + length), slice(text_start, text_start + text_length)
+            joint_q, joint_k, joint_v = (
+                torch.cat([t[:, text_slice], i[:, image_slice]], 1).transpose(1, 2)
+                for t, i in ((tq, q), (tk, k), (tv, v))
             )
-            seen = F.scaled_dot_product_attention(jq, jk, jv)[0].transpose(0, 1).flatten(1)
-            seen_by_text.append(seen[:text_length])
-            seen_by_image.append(seen[text_length:])
-            at, text_at = at + length, text_at + text_length
-        image_out = attn.to_out[0](self._fill(torch.cat(seen_by_image)))[None]
-        return image_out, attn.to_add_out(self._fill(torch.cat(seen_by_text)))[None]
+            attended = F.scaled_dot_product_attention(joint_q, joint_k, joint_v)[0].transpose(0, 1).flatten(1)
+            text_out.append(attended[:text_length])
+            image_out.append(attended[text_length:])
+            start, text_start = start + length, text_start + text_length
+        return (
+            attn.to_out[0](self._pad(torch.cat(image_out)))[None],
+            attn.to_add_out(self._pad(torch.cat(text_out)))[None],
+        )
 
 
 def _rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rotary positions; `table` is complex (tokens, head_dim / 2)."""
+    """Apply rotary positions; `table` is complex (tokens, head_dim / 2)."""
     rotated: Any = apply_rotary_emb_qwen(x, table, use_real=False)  # pyright: ignore[reportArgumentType]
     return rotated
 
 
 def _modulate(x: torch.Tensor, row_values: torch.Tensor, row_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shifted and scaled tokens, and their gate; the values are per row, `row_of` names each token's row."""
+    """Shifted and scaled tokens, and their gate; `row_of` is the row of each token in `row_values`."""
     shift, scale, gate = row_values.chunk(3, -1)
     return x * (1 + scale[row_of][None]) + shift[row_of][None], gate[row_of][None]

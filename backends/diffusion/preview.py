@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fast previews: a picture as a linear function of its latents, eight pixels a side to each.
+"""Fast previews: RGB as a linear function of latents, one color per latent position, upsampled.
 
-The function is the least-squares fit to the checkpoint's own VAE: colours and gradients are encoded, the latents
-decoded, and the decoded colours explained by the latents. It sees colours and places, no details.
+The function is a least-squares fit to the checkpoint's own VAE: color patterns are encoded and decoded, and the decoded
+colors are regressed on the latents. It shows colors and layout, no details.
 """
 
 from __future__ import annotations
@@ -10,37 +10,39 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from triton_omni.backends.diffusion.vae import Codec
+from triton_omni.backends.diffusion.vae import ImageCodec
 
 SIDE = 128
-COARSENESS = (2, 4, 8)  # patches a side; what a denoiser's early pictures look like
+PATTERN_PATCHES = (2, 4, 8)  # patches per side of the fitted patterns; early denoised images are as coarse
 
 
-class Sketch:
-    """Latents as the VAE has them, (n, channels, 1, h, w), to RGB in -1..1, (n, 3, 8h, 8w). Fitted when made: three
-    small pictures there and back. Call in inference mode."""
+class PreviewDecoder:
+    """Latents (n, channels, 1, h, w) to RGB in -1..1, (n, 3, 8h, 8w).
 
-    def __init__(self, codec: Codec, factor: int, dtype: torch.dtype, device: torch.device) -> None:
+    The constructor encodes and decodes three small images; call it in inference mode.
+    """
+
+    def __init__(self, codec: ImageCodec, factor: int, dtype: torch.dtype, device: torch.device) -> None:
         self._codec, self._factor, self._dtype, self._device = codec, factor, dtype, device
-        self._map = self._fit()
+        self._weights = self._fit()
 
     def __call__(self, latents: torch.Tensor) -> torch.Tensor:
-        colours = torch.einsum("nchw,cr->nrhw", latents[:, :, 0].float(), self._map[:-1])
-        colours = colours + self._map[-1].view(1, 3, 1, 1)
-        return F.interpolate(colours, scale_factor=self._factor, mode="bilinear").clamp(-1.0, 1.0)
+        colors = torch.einsum("nchw,cr->nrhw", latents[:, :, 0].float(), self._weights[:-1])
+        colors = colors + self._weights[-1].view(1, 3, 1, 1)
+        return F.interpolate(colors, scale_factor=self._factor, mode="bilinear").clamp(-1.0, 1.0)
 
     def _fit(self) -> torch.Tensor:
-        """(channels + 1, 3): the last row is the colour of zeros."""
+        """(channels + 1, 3); the last row is the bias."""
         generator = torch.Generator().manual_seed(0)
-        rows: list[torch.Tensor] = []
-        colours: list[torch.Tensor] = []
-        for patches in COARSENESS:
-            small = torch.rand(1, 3, patches, patches, generator=generator).round() * 2 - 1  # pure colours
-            picture = F.interpolate(small, (SIDE, SIDE), mode="bilinear").to(self._device, self._dtype)
-            latents = self._codec.encode(picture[:, :, None]).mode()
+        latent_rows: list[torch.Tensor] = []
+        color_rows: list[torch.Tensor] = []
+        for patches in PATTERN_PATCHES:
+            small = torch.rand(1, 3, patches, patches, generator=generator).round() * 2 - 1  # pure colors
+            image = F.interpolate(small, (SIDE, SIDE), mode="bilinear").to(self._device, self._dtype)
+            latents = self._codec.encode(image[:, :, None]).mode()
             decoded = F.avg_pool2d(self._codec.decode(latents)[:, :, 0].float(), self._factor)
-            rows.append(latents[0, :, 0].float().flatten(1).T)
-            colours.append(decoded[0].flatten(1).T)
-        seen = torch.cat(rows)
-        seen = torch.cat([seen, seen.new_ones(len(seen), 1)], 1).cpu()
-        return torch.linalg.lstsq(seen, torch.cat(colours).cpu()).solution.to(self._device)
+            latent_rows.append(latents[0, :, 0].float().flatten(1).T)
+            color_rows.append(decoded[0].flatten(1).T)
+        inputs = torch.cat(latent_rows)
+        inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], 1).cpu()
+        return torch.linalg.lstsq(inputs, torch.cat(color_rows).cpu()).solution.to(self._device)

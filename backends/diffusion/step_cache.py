@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that skip most of the transformer where its first block says that little has changed: faster, not exact.
+"""First-block cache: skip most of the transformer in steps where its first block changes little. Not exact.
 
-diffusers' hooks keep what they saw in the blocks themselves, under the name of a context. A packed forward does not go
-through the hooked calls, so the other runs never meet them; a run that asks for the cache goes alone, with a context
-of its own for each guidance branch.
+diffusers' hooks keep their state in the blocks, by context name. A packed forward bypasses the hooked calls, so other
+runs are unaffected; a run with the cache is not batched and has one context per guidance branch.
 """
 
 from __future__ import annotations
@@ -11,30 +10,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from triton_omni.backends.diffusion.forward import OneByOne, Prediction
-from triton_omni.backends.diffusion.image_run import Drawing
+from triton_omni.backends.diffusion.batching import SequentialForward
+from triton_omni.backends.diffusion.forward import Prediction
+from triton_omni.backends.diffusion.image_run import ImageRun
 from triton_omni.backends.diffusion.upstream import FBC_LEADER, FirstBlockCacheConfig
 
 
-class StepCached:
+class StepCachedForward:
     """The stock arithmetic with a first-block cache per run and branch."""
 
     def __init__(self, transformer: Any, threshold: float) -> None:
         transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
-        self._transformer = transformer
-        self._stock = OneByOne(transformer, lambda d, branch: transformer.cache_context(_context(d, branch)))
+        self._stock = SequentialForward(
+            transformer, lambda run, branch: transformer.cache_context(_context(run, branch))
+        )
         leader = transformer.transformer_blocks[0]._diffusers_hook.get_hook(FBC_LEADER)
         self.states: dict[str, Any] = leader.state_manager._state_cache
-        """What is kept, by context."""
+        """State of diffusers' hooks by context."""
 
-    def predict(self, drawings: Sequence[Drawing]) -> list[Prediction]:
-        return self._stock.predict(drawings)
+    def predict(self, runs: Sequence[ImageRun]) -> list[Prediction]:
+        return self._stock.predict(runs)
 
-    def drop(self, drawing: Drawing) -> None:
-        """Forget what was kept for a run."""
+    def drop(self, image_run: ImageRun) -> None:
+        """Free the state of a run."""
         for branch in range(2):
-            self.states.pop(_context(drawing, branch), None)
+            self.states.pop(_context(image_run, branch), None)
 
 
-def _context(drawing: Drawing, branch: int) -> str:
-    return f"{drawing.run.id.hex()}-{branch}"
+def _context(image_run: ImageRun, branch: int) -> str:
+    return f"{image_run.run.id.hex()}-{branch}"

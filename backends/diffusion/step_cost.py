@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a picture adds to a step on this device, over what any step costs: its weight (see fairness.py). No torch here.
+"""Marginal cost of an image in a step on this device, in units of the fixed cost of a step (scheduling.py). No torch.
 
-A step costs a fixed part (starting the kernels, what is done per row) and so much for each token, more where
-attention is long or the device is full. Two pictures of equal size in one step show both: the second adds its
-*marginal* cost, and sharing saves twice the one minus both.
+A step has a fixed cost (kernel launches, work per row) and a cost per token, which grows where attention is long or the
+device is full. Timing steps with one image and with two of equal size shows both: the second image adds the marginal
+cost, and sharing a step saves twice the first time minus the second.
 
-A gain that was not measured is not predicted. Between two sizes the line through both holds: the cost of attention
-bends upwards, so the line is above it. Smaller pictures than the first weigh what that one weighs, and larger ones than
-the last at which sharing saved something go alone.
+Savings that were not measured are not predicted. Between two measured sizes the cost is interpolated linearly, which
+is an upper bound because the cost of attention is convex. Sizes below the first measurement cost what that one costs;
+sizes above the last one at which sharing saved time are not batched.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-MARGIN = 0.8  # measurements differ by so much; a run that is near the line goes alone
+MARGIN = 0.8  # allowance for noise: runs near break-even are not batched
 MANY_TOKENS = 1 << 40
 
 
-class Measure(NamedTuple):
-    """Seconds of a step with one picture of so many tokens, and with two of them."""
+class StepTiming(NamedTuple):
+    """Seconds of a step with one image of `tokens` tokens, and with two of them."""
 
     tokens: int
     alone_s: float
@@ -31,27 +31,27 @@ class Measure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Weights:
-    """(tokens of a picture with its prompt, weight) as measured, by tokens; weights do not fall."""
+class StepCost:
+    """Piecewise linear step cost: points (tokens of an image with its prompt, cost), both non-decreasing."""
 
     points: tuple[tuple[float, float], ...]
 
     @classmethod
-    def of_overhead(cls, tokens: int) -> Weights:
-        """For a device whose steps cost as much as so many tokens, whatever is in them."""
+    def from_overhead(cls, tokens: int) -> StepCost:
+        """For a device whose fixed cost of a step equals the cost of `tokens` tokens."""
         return cls(((0, 0.0), (MANY_TOKENS, MANY_TOKENS / tokens)))
 
     @classmethod
-    def of_measures(cls, measures: Iterable[Measure]) -> Weights:
-        """From measures by growing tokens. What sharing saves is taken for the least that was seen so far."""
+    def from_timings(cls, timings: Iterable[StepTiming]) -> StepCost:
+        """From timings by growing tokens. The saving at a size is the least seen up to that size."""
         points: list[tuple[float, float]] = []
-        saved_s, weight = math.inf, 0.0
-        for tokens, alone_s, pair_s in measures:
+        saved_s, cost = math.inf, 0.0
+        for tokens, alone_s, pair_s in timings:
             saved_s = min(saved_s, MARGIN * (2 * alone_s - pair_s))
             if saved_s <= 0:
                 break
-            weight = max(weight, (pair_s - alone_s) / saved_s)
-            points.append((tokens, weight))
+            cost = max(cost, (pair_s - alone_s) / saved_s)
+            points.append((tokens, cost))
         return cls(tuple(points))
 
     def __call__(self, tokens: float) -> float:
@@ -63,4 +63,4 @@ class Weights:
         return math.inf
 
     def __str__(self) -> str:
-        return ", ".join(f"{tokens:.0f} tokens {weight:.2f}" for tokens, weight in self.points) or "too much to share"
+        return ", ".join(f"{tokens:.0f} tokens {cost:.2f}" for tokens, cost in self.points) or "batching never pays"

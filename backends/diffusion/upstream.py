@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402 - the imports below must come after the call
-"""The one file that imports diffusers and transformers, and deals with their quirks."""
+"""The only file that imports diffusers and transformers, and works around their defects."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def hide_broken_companions() -> None:
     """Make torch's companion packages look absent if they do not fit it.
 
     Package managers pair the CPU build of torch with CUDA builds of its companions, whose libraries then fail to
-    load; transformers and diffusers would use them because they are there ("operator torchvision::nms does not
-    exist"). Nothing in this room needs them.
+    load; transformers and diffusers use them if they are installed ("operator torchvision::nms does not
+    exist"). The diffusion package does not need them.
     """
     for name in COMPANIONS:
         try:
@@ -51,7 +51,7 @@ def hide_broken_companions() -> None:
             log.info("%s does not fit the installed torch and is ignored: %s", name, str(error).splitlines()[0])
             for loaded in [n for n in sys.modules if n.partition(".")[0] == name]:
                 del sys.modules[loaded]
-            sys.modules[name] = None  # type: ignore[assignment]  # the import machinery's word for "not there"
+            sys.modules[name] = None  # type: ignore[assignment]  # a None entry makes the import fail
 
 
 hide_broken_companions()
@@ -78,6 +78,6 @@ from transformers.utils import logging as transformers_logging
 
 
 def be_quiet() -> None:
-    """No progress bars of theirs in our logs."""
+    """Keep their progress bars out of the logs."""
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one-frame form of a causal video VAE.
 
-A still picture is a video of one frame. A causal 3-D convolution then sees zeros for every earlier frame, so only
-the last time slice of its kernel matters: the same numbers (1e-6) as a 2-D convolution, two to five times faster
-and without the frame cache that makes the stock decoder stateful.
+A still image is a video of one frame. A causal 3-D convolution then sees zeros for every earlier frame, so only the
+last time slice of its kernel matters. The equivalent 2-D convolution gives the same values (1e-6), is two to five times
+faster and avoids the frame cache that makes the stock decoder stateful.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton_omni.backends.diffusion.upstream import DiagonalGaussianDistribution
 
 
 class FrameConv(nn.Module):
-    """A causal 3-D convolution as the 2-D convolution it is for one frame: (b, c, 1, h, w) in and out."""
+    """The 2-D equivalent of a causal 3-D convolution for one frame: (b, c, 1, h, w) in and out."""
 
     def __init__(self, conv: QwenImageCausalConv3d) -> None:
         super().__init__()
@@ -48,26 +48,26 @@ def reduce_to_one_frame(module: nn.Module) -> list[tuple[FrameConv, QwenImageCau
     return pairs
 
 
-class Codec(NamedTuple):
-    """Both ways of a VAE: pictures (n, 3, 1, 8h, 8w) in -1..1 from and to latents (n, channels, 1, h, w)."""
+class ImageCodec(NamedTuple):
+    """A VAE's encoder and decoder: images (n, 3, 1, 8h, 8w) in -1..1, latents (n, channels, 1, h, w)."""
 
     encode: Callable[[torch.Tensor], DiagonalGaussianDistribution]
     decode: Callable[[torch.Tensor], torch.Tensor]
 
 
-def one_frame_codec(vae: Any) -> Codec:
-    """The VAE in one-frame form; changes the VAE."""
+def one_frame_codec(vae: Any) -> ImageCodec:
+    """The VAE in one-frame form; modifies `vae`."""
     reduce_to_one_frame(vae)
-    return Codec(
+    return ImageCodec(
         lambda pixels: DiagonalGaussianDistribution(vae.quant_conv(vae.encoder(pixels))),
         lambda latents: vae.decoder(vae.post_quant_conv(latents)).clamp(-1.0, 1.0),
     )
 
 
-def stock_codec(vae: Any, tiling: bool) -> Codec:
-    """The VAE's own methods. They keep state inside the module: one picture at a time."""
+def stock_codec(vae: Any, tiling: bool) -> ImageCodec:
+    """The VAE's own methods. They keep state inside the module: one image at a time."""
     if tiling:
         vae.enable_tiling()
-    return Codec(
+    return ImageCodec(
         lambda pixels: vae.encode(pixels).latent_dist, lambda latents: vae.decode(latents, return_dict=False)[0]
     )

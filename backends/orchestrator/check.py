@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import MAX_REQUEST_ID_CHARS, GenerateRequest, Part
-from triton_omni.backends.core.pipeline import Pipeline
-
-MEDIA = ("audio", "image", "video")
+from triton_omni.backends.core.pipeline import MEDIA, Pipeline
 
 
 def check_request_id(request_id: str) -> None:
@@ -22,9 +22,16 @@ def check_request_id(request_id: str) -> None:
         raise BadRequest("a request id must not contain control characters", "id")
 
 
-def check_request(pipeline: Pipeline, request: GenerateRequest, media: Mapping[str, int]) -> None:
-    """Check a request against its pipeline; `media` gives the number of elements of each media tensor sent."""
+def check_request(
+    pipeline: Pipeline,
+    request: GenerateRequest,
+    media: Mapping[str, int],
+    engine: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:
+    """Check a request against its pipeline; `media` gives the number of elements of each media tensor sent, `engine`
+    the engine options of stages that check requests."""
     pipeline.operation(request)
+    _check_kinds(pipeline, request)
     pipeline.check(request)
     pipeline.wanted(request)
     pipeline.check_params(request)
@@ -32,10 +39,21 @@ def check_request(pipeline: Pipeline, request: GenerateRequest, media: Mapping[s
         if stage not in {s.name for s in pipeline.stages}:
             known = ", ".join(s.name for s in pipeline.stages)
             raise BadRequest(f"unknown stage '{stage}'; stages: {known}", f"stages.{stage}")
+    for stage in pipeline.stages:
+        if stage.name in pipeline.needed(request):
+            stage.check(request, engine.get(stage.name, {}))
     _check_media(request, media)
     unused = [name for name in MEDIA if media.get(name) and name not in request.media()]
     if unused:
         raise BadRequest(f"tensor '{unused[0]}' was sent but no message part refers to it", unused[0])
+
+
+def _check_kinds(pipeline: Pipeline, request: GenerateRequest) -> None:
+    for i, message in enumerate(request.messages):
+        for j, part in enumerate(message.parts):
+            if part.type not in pipeline.media:
+                taken = ", ".join(pipeline.media)
+                raise BadRequest(f"'{pipeline.name}' takes {taken}, not {part.type}", f"messages[{i}].content[{j}]")
 
 
 def _check_media(request: GenerateRequest, media: Mapping[str, int]) -> None:

@@ -27,24 +27,25 @@ from triton_omni.backends.core.errors import (
     Internal,
     OmniError,
     StageFailed,
-    TooBusy,
     Unavailable,
 )
 from triton_omni.backends.core.generate import encode_request
+from triton_omni.backends.core.outputs import OutputPiece
 from triton_omni.backends.core.pipeline import Pipeline
 from triton_omni.backends.orchestrator.intake import Door
 from triton_omni.backends.orchestrator.metrics import CLIENT, PipelineMetrics
 from triton_omni.backends.orchestrator.ports import OpenCall, Opener, Response, ResponseSink
-from triton_omni.backends.orchestrator.request_state import Arrival, RequestState, Sent, StageRun
+from triton_omni.backends.orchestrator.request_state import Arrival, RequestState, Sent, StageRun, parse_receipt
 from triton_omni.backends.orchestrator.traces import write
 from triton_omni.backends.telemetry import logs
 from triton_omni.backends.telemetry.traces import traces
-from triton_omni.backends.wire import Event
+from triton_omni.backends.wire import Event, Progress, StageStatus
 
 log = logging.getLogger("triton_omni.orchestrator")
 
 TICK_S = 0.1  # resolution of deadlines
 CLIENT_GONE = "client_gone"  # why a request was cancelled
+ACCEPTED_S = 1.0  # a stream that has sent nothing for so long says that it was accepted
 STOP_GRACE_S = 10.0  # a stopped run that has not answered by then is given up; its worker is hung or gone
 
 
@@ -57,7 +58,7 @@ class Orchestrator:
         deploy: OrchestratorDeploy,
         hub: Hub,
         opener: Opener,
-        stage_states: Callable[[], dict[str, dict[str, Any]]],
+        stage_states: Callable[[], dict[str, StageStatus]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pipeline = pipeline
@@ -77,7 +78,7 @@ class Orchestrator:
     # --- from any thread -----------------------------------------------------------------------------------------
     def submit(self, arrival: Arrival) -> None:
         """Take a request; it is answered through its front, whatever happens."""
-        self.hub.post(partial(self.door.take, arrival))
+        self.hub.post(partial(self._take, arrival))
 
     def refuse(self, front: ResponseSink, error: OmniError) -> None:
         """Answer a call that could not be read as a request."""
@@ -94,6 +95,12 @@ class Orchestrator:
     @property
     def state(self) -> State:
         return "stuck" if self._opener.stuck else "ready"
+
+    def _take(self, arrival: Arrival) -> None:
+        if arrival.request.operation == "acknowledge":
+            self._acknowledge(arrival)
+        else:
+            self.door.take(arrival)
 
     # --- the loop ------------------------------------------------------------------------------------------------
     def turn(self, timeout_s: float = TICK_S) -> None:
@@ -129,11 +136,12 @@ class Orchestrator:
                     found.peer = peer
             case msg.AcceptedMessage(run=run, address=address):
                 self._on_accepted(peer, run, stage, address)
-            case msg.ProgressMessage(run=run, meta=meta):
-                self._on_progress(run, stage, meta)
+            case msg.ProgressMessage():
+                self._on_progress(item, stage)
             case msg.FinishedMessage(run=run, reason=reason, usage=usage, stats=stats):
                 self._on_told(run, stage, stats)
-                self._apply_to(run, life.RunFinished(stage, reason, usage))
+                if run in self.lives:
+                    self._deliver(self.lives[run], life.RunFinished(stage, reason, usage), None)
             case msg.FailedMessage(run=run, error=error, stats=stats):
                 self._on_told(run, stage, stats)
                 self._apply_to(run, life.RunFailed(stage, error.error()))
@@ -173,31 +181,65 @@ class Orchestrator:
             peer.release(chunk)
             return
         live.heard_s = self._clock()
-        self._apply(live, life.OutputArrived(chunk.edge.removeprefix(msg.OUTPUT_PREFIX), (peer, chunk)))
+        output = chunk.edge.removeprefix(msg.OUTPUT_PREFIX)
+        if chunk.piece is None or chunk.piece.kind != output:
+            peer.release(chunk)
+            log.error("request %s: a chunk of output %s is no piece of it", live.arrival.request_id, output)
+            return
+        self._deliver(live, life.OutputArrived(output, (peer, chunk)), chunk.nbytes)
+
+    def _deliver(self, live: RequestState, event: life.RequestEvent, nbytes: int | None) -> None:
+        """Apply an output or a run's end, in order, once the client has read enough of what was sent before.
+
+        An output that waits holds its credit, so that the stage pauses.
+        """
+        if live.deferred or (nbytes is not None and not live.has_room(nbytes)):
+            live.blocked_s = self._clock() if live.blocked_s is None else live.blocked_s
+            live.deferred.append((event, nbytes))
+        else:
+            self._apply(live, event)
+
+    def _resume(self, live: RequestState) -> None:
+        """Apply what waits for the client and may go on now."""
+        while live.deferred and live.has_room(live.deferred[0][1] or 0):
+            live.heard_s = self._clock()
+            self._apply(live, live.deferred.popleft()[0])
+        if not live.deferred:
+            live.blocked_s = None
+
+    def _acknowledge(self, arrival: Arrival) -> None:
+        """A client has read the response with this token. Also answered if its request has ended meanwhile."""
+        try:
+            run, read_bytes = parse_receipt(arrival.request.target)
+        except BadRequest as error:
+            self.refuse(arrival.front, error)
+            return
+        live = self.lives.get(run)
+        if live is not None and live.window is not None and live.window.acknowledge(read_bytes):
+            live.blocked_s = None if live.blocked_s is None else self._clock()
+            self._resume(live)
+        arrival.front.end(Response(Event("end", arrival.request_id, outcome="completed", finish_reason="stop")))
 
     def _emit(self, live: RequestState, output: str, index: int, item: tuple[Peer, Chunk]) -> None:
         peer, chunk = item
-        nbytes = chunk.nbytes
-        self._count_piece(live, output, chunk, nbytes)
-        live.count(output, chunk)
-        live.waiting += nbytes
+        piece, nbytes = chunk.piece, chunk.nbytes
+        assert piece is not None, "the machine emits pieces"
+        self._count_piece(live, output, chunk, piece, nbytes)
+        live.count(piece)
         if live.collected is not None:
-            live.collected.add(chunk)
+            live.collected.add(piece, chunk.tensors)
             peer.release(chunk)
-        else:
-            stage = self.pipeline.output(output).stage
-            meta = {key: value for key, value in chunk.meta.items() if key != "text"}
-            event = Event(output, live.arrival.request_id, output, stage, index, meta)  # pyright: ignore[reportArgumentType]
-            sent = partial(self.hub.post, partial(self._on_sent, live, peer, chunk, nbytes))
-            live.arrival.front.send(Response(event, chunk.meta.get("text"), chunk.tensors), sent)
-        if live.waiting > self.deploy.max_output_bytes:
-            self._apply(live, life.RequestExpired(_too_much(live, self.deploy.max_output_bytes)))
+            if live.collected.nbytes > self.deploy.max_answer_bytes:
+                most = f"the whole answer must be at most {self.deploy.max_answer_bytes} bytes; ask for a stream"
+                self._apply(live, life.RequestExpired(BadRequest(most, "stream")))
+            return
+        stage = self.pipeline.output(output).stage
+        receipt = live.mark_sent(nbytes, piece.playback_s)
+        event = Event(piece.kind, live.arrival.request_id, output, stage, index, piece, acknowledge=receipt)
+        sent = partial(self.hub.post, partial(peer.release, chunk))
+        live.arrival.front.send(Response(event, chunk.tensors), sent)
 
-    def _on_sent(self, live: RequestState, peer: Peer, chunk: Chunk, nbytes: int) -> None:
-        peer.release(chunk)
-        live.waiting -= nbytes
-
-    def _count_piece(self, live: RequestState, output: str, chunk: Chunk, nbytes: int) -> None:
+    def _count_piece(self, live: RequestState, output: str, chunk: Chunk, piece: OutputPiece, nbytes: int) -> None:
         metrics, now_s = self.metrics, live.heard_s
         sent = live.sent.get(output)
         if sent is None:
@@ -211,18 +253,20 @@ class Orchestrator:
         if chunk.sent_s:
             sent.transfer.transfer_s += now_s - chunk.sent_s
         metrics.pieces.add(1, output)
-        if output == "audio" and chunk.meta.get("sample_rate"):
-            piece_s = sum(tensor.spec.shape[0] for tensor in chunk.tensors) / chunk.meta["sample_rate"]
-            metrics.audio_s.add(piece_s)
-            live.player.hear(now_s, piece_s)
+        if piece.playback_s:
+            metrics.audio_s.add(piece.playback_s)
+            live.player.hear(now_s, piece.playback_s)
 
-    def _on_progress(self, run: bytes, stage: str, meta: dict[str, Any]) -> None:
-        live = self.lives.get(run)
+    def _on_progress(self, message: msg.ProgressMessage, stage: str) -> None:
+        live = self.lives.get(message.run)
         if live is None or live.machine.outcome is not None:
             return
         live.heard_s = self._clock()
-        if live.collected is None:
-            live.arrival.front.send(Response(Event("progress", live.arrival.request_id, "", stage, 0, meta)), None)
+        if live.has_room(0) and live.collected is None:
+            progress = Progress(message.done, message.total)
+            receipt = live.mark_sent()
+            event = Event("progress", live.arrival.request_id, stage=stage, progress=progress, acknowledge=receipt)
+            live.arrival.front.send(Response(event), None)
 
     # --- what the machine decides ----------------------------------------------------------------------------------
     def _apply_to(self, run: bytes, event: life.RequestEvent) -> None:
@@ -248,6 +292,8 @@ class Orchestrator:
                     self._end(live, action)
                 case life.ForgetRequest():
                     self._forget(live)
+        if live.deferred and live.machine.outcome is not None:
+            self._resume(live)  # the machine releases outputs and closes runs that have ended meanwhile
 
     def _open(self, live: RequestState, stage: str) -> None:
         machine, run = live.machine, live.run
@@ -356,11 +402,25 @@ class Orchestrator:
             self._fail_unopened()
         for live in list(self.lives.values()):
             if live.machine.outcome is None:
+                self._keep_up(live, now)
                 error = live.expired(now)
                 if error is not None:
                     self._apply(live, life.RequestExpired(error))
             elif live.ended_s is not None and now - live.ended_s > STOP_GRACE_S:
                 self._give_up(live)
+
+    def _keep_up(self, live: RequestState, now: float) -> None:
+        """What time brings to a stream: more room for a client that does not acknowledge, and a first sign of life.
+
+        Triton notices that a client of `/generate_stream` has left only after it has sent something.
+        """
+        if live.window is None or live.window.acknowledges:
+            return
+        live.window.elapse(now)
+        self._resume(live)
+        if not live.window.sent_bytes and now - live.arrived_s > ACCEPTED_S and live.machine.outcome is None:
+            live.mark_sent(0)
+            live.arrival.front.send(Response(Event("accepted", live.arrival.request_id)), None)
 
     def _fail_unopened(self) -> None:
         """The opener does not come back: who waits for it must not wait on. Runs that are open go on."""
@@ -379,10 +439,3 @@ class Orchestrator:
         for run in live.runs.values():
             run.closing = None
         self._forget(live)
-
-
-def _too_much(live: RequestState, max_bytes: int) -> OmniError:
-    """Why a request with so much output not yet taken ends."""
-    if live.collected is not None:
-        return BadRequest(f"the whole answer has more than {max_bytes} bytes; ask for a stream", "stream")
-    return TooBusy(f"{live.waiting} bytes of output wait to be taken", "max_output_bytes")

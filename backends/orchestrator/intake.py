@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+
+import msgspec
 
 from triton_omni.backends.config.schema import OrchestratorDeploy
 from triton_omni.backends.control.records import State
@@ -16,9 +17,10 @@ from triton_omni.backends.core.pipeline import Pipeline
 from triton_omni.backends.orchestrator.admission import Admission
 from triton_omni.backends.orchestrator.check import check_request, check_request_id
 from triton_omni.backends.orchestrator.metrics import PipelineMetrics
+from triton_omni.backends.orchestrator.output_window import JSON_EXPANSION, OutputWindow
 from triton_omni.backends.orchestrator.ports import Response, ResponseSink
 from triton_omni.backends.orchestrator.request_state import Arrival, Collected, RequestDeadlines, RequestState
-from triton_omni.backends.wire import WIRE_VERSION, Event
+from triton_omni.backends.wire import WIRE_VERSION, Event, PipelineStatus, StageStatus
 
 log = logging.getLogger("triton_omni.orchestrator")
 
@@ -34,7 +36,7 @@ class Door:
         pipeline: Pipeline,
         deploy: OrchestratorDeploy,
         metrics: PipelineMetrics,
-        stage_states: Callable[[], dict[str, dict[str, Any]]],
+        stage_states: Callable[[], dict[str, StageStatus]],
         state: Callable[[], State],
         apply: Callable[[RequestState, life.RequestEvent], None],
         clock: Callable[[], float],
@@ -58,7 +60,7 @@ class Door:
                 case "health":
                     arrival.front.end(Response(self.health(arrival.request_id)))
                 case "requests":
-                    arrival.front.end(Response(self._requests(arrival.request_id)))
+                    arrival.front.end(Response(self.health(arrival.request_id, with_requests=True)))
                 case "abort":
                     arrival.front.end(Response(self._abort(arrival)))
                 case _:
@@ -76,13 +78,17 @@ class Door:
         front.fail(error)
 
     def _queue(self, arrival: Arrival) -> None:
-        check_request(self._pipeline, arrival.request, arrival.media)
+        check_request(self._pipeline, arrival.request, arrival.media, self._deploy.engine)
         machine = life.RequestMachine(
             self._pipeline, self._pipeline.wanted(arrival.request), self._pipeline.needed(arrival.request)
         )
         limits = RequestDeadlines.of(arrival.request, self._deploy)
-        collected = None if arrival.request.stream else Collected()
-        live = RequestState(new_run_id(), arrival, machine, limits, self._clock(), collected=collected)
+        live = RequestState(new_run_id(), arrival, machine, limits, self._clock())
+        if arrival.request.stream:
+            expansion = JSON_EXPANSION if arrival.is_short_form else 1
+            live.window = OutputWindow(self._deploy.max_output_bytes, arrival.request.acknowledge, expansion)
+        else:
+            live.collected = Collected({output: [] for output in machine.emitted})
         self.admission.join(live, arrival.request.priority)
         self.lives[live.run] = live
         arrival.front.bind(live.run)
@@ -96,31 +102,30 @@ class Door:
         found = [live for live in working if live.arrival.request_id == target]
         for live in found:
             self._apply(live, life.RequestCancelled(ABORT))
-        return Event("end", arrival.request_id, outcome="completed", finish_reason="stop", meta={"aborted": len(found)})
+        return Event("end", arrival.request_id, outcome="completed", finish_reason="stop", aborted=len(found))
 
-    def health(self, request_id: str = "") -> Event:
+    def health(self, request_id: str = "", with_requests: bool = False) -> Event:
         """The pipeline's state: ready if runs can be opened and every stage has a ready instance."""
-        stages = self._stage_states()
-        for stage in self._pipeline.stages:
-            bound = sum(1 for live in self.lives.values() if stage.name in live.machine.open_runs)
-            stages.setdefault(stage.name, {"state": "missing", "instances": 0})["live"] = bound
-        ready = self._state() == "ready" and all(s["state"] == "ready" for s in stages.values())
-        meta = {
-            "pipeline": self._pipeline.name,
-            "version": WIRE_VERSION,
-            "ready": ready,
-            "stages": stages,
-            "live": len(self.admission.live),
-            "queued": self.admission.queued,
-            "operations": [o.name for o in self._pipeline.operations],
-            "about": dict(self._pipeline.about),
+        now, lives = self._clock(), list(self.lives.values())
+        states = self._stage_states()
+        stages = {
+            stage.name: msgspec.structs.replace(
+                states.get(stage.name, StageStatus()),
+                live=sum(1 for live in lives if stage.name in live.machine.open_runs),
+            )
+            for stage in self._pipeline.stages
         }
-        return Event("health", request_id, meta=meta)
-
-    def _requests(self, request_id: str) -> Event:
-        """The oldest requests that are not forgotten yet, beside what `health` says."""
-        now = self._clock()
-        oldest = sorted(self.lives.values(), key=lambda live: live.arrived_s)[:SHOWN_REQUESTS]
-        event = self.health(request_id)
-        event.meta["requests"] = [live.summary(now) for live in oldest]
-        return event
+        oldest = sorted(lives, key=lambda live: live.arrived_s)[: SHOWN_REQUESTS if with_requests else 0]
+        status = PipelineStatus(
+            pipeline=self._pipeline.name,
+            version=WIRE_VERSION,
+            ready=self._state() == "ready" and all(stage.state == "ready" for stage in stages.values()),
+            stages=stages,
+            live=len(self.admission.live),
+            queued=self.admission.queued,
+            operations=tuple(operation.name for operation in self._pipeline.operations),
+            params=tuple(param for stage in self._pipeline.stages for param in stage.params),
+            about={"media": list(self._pipeline.media), **self._pipeline.about},
+            requests=tuple(live.status(now) for live in oldest),
+        )
+        return Event("health", request_id, status=status)

@@ -14,10 +14,9 @@ from triton_omni.backends.wire import Event
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One response for a client: an event, and the text or tensors it is about."""
+    """One response for a client: an event, and the tensors it is about."""
 
     event: Event
-    text: str | None = None
     tensors: tuple[Tensor, ...] = ()
 
 

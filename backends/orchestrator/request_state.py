@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from triton_omni.backends.config.schema import OrchestratorDeploy
 from triton_omni.backends.control.hub import Peer
 from triton_omni.backends.control.messages import RunStats, Transfer
-from triton_omni.backends.core.chunk import Chunk, Tensor, TensorSpec
-from triton_omni.backends.core.errors import DeadlineExceeded
+from triton_omni.backends.core.chunk import Tensor, TensorSpec
+from triton_omni.backends.core.errors import BadRequest, DeadlineExceeded
 from triton_omni.backends.core.generate import GenerateRequest
-from triton_omni.backends.core.request import EndRequest, Outcome, RequestMachine
+from triton_omni.backends.core.outputs import JOIN, OutputPiece
+from triton_omni.backends.core.request import EndRequest, Outcome, RequestEvent, RequestMachine
 from triton_omni.backends.orchestrator.metrics import Player
+from triton_omni.backends.orchestrator.output_window import OutputWindow
 from triton_omni.backends.orchestrator.ports import Response, ResponseSink
-from triton_omni.backends.wire import Event
+from triton_omni.backends.wire import Event, RequestStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class Arrival:
     media: dict[str, int]
     inputs: Any
     traceparent: str = ""
+    is_short_form: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +61,29 @@ class RequestDeadlines:
 
 @dataclass
 class Collected:
-    """Outputs of a request with stream=false, joined into its one response."""
+    """Outputs of a request with stream=false, joined into its one response. Previews are left out."""
 
-    text: list[str] = field(default_factory=list[str])
+    pieces: dict[str, list[OutputPiece]]
+    nbytes: int = 0
     tensors: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
-    metas: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    tool_calls: list[Any] = field(default_factory=list[Any])
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, piece: OutputPiece, tensors: Sequence[Tensor]) -> None:
         """Copy one piece: its chunk goes back to the stage at once."""
-        if "text" in chunk.meta:
-            self.text.append(chunk.meta["text"])
-        self.tool_calls += chunk.meta.get("tool_calls", ())
-        if chunk.meta.get("partial"):
-            return  # a preview has no place in the one final response
-        for tensor in chunk.tensors:
+        if piece.is_preview:
+            return
+        self.pieces[piece.kind].append(piece)
+        for tensor in tensors:
+            self.nbytes += tensor.spec.nbytes
             copied = Tensor(tensor.spec, bytes(memoryview(tensor.data).cast("B")) if tensor.spec.nbytes else b"")
             self.tensors.setdefault(tensor.name, []).append(copied)
-            self.metas[tensor.name] = {k: v for k, v in chunk.meta.items() if k != "text"}
 
-    def joined(self) -> tuple[Tensor, ...]:
-        """Pieces of one output along their first axis; pictures are stacked below each other likewise."""
+    def joined_pieces(self) -> dict[str, OutputPiece]:
+        """Output → its pieces as one."""
+        joined = {output: JOIN[output](pieces) for output, pieces in self.pieces.items()}
+        return {output: piece for output, piece in joined.items() if piece is not None}
+
+    def joined_tensors(self) -> tuple[Tensor, ...]:
+        """Tensors of one output along their first axis; images are stacked below each other likewise."""
         joined: list[Tensor] = []
         for name, pieces in self.tensors.items():
             spec = pieces[0].spec
@@ -122,7 +129,9 @@ class RequestState:
     run        names this attempt in all processes
     runs       by stage, of the stages that were opened
     sent       by output
-    waiting    bytes of output not yet taken by Triton
+    window     how far a stream may be ahead of its client; None for one joined answer
+    deferred   outputs and ends of runs that wait for the client, with their bytes
+    blocked_s  since when they wait without an acknowledgment
     delivered  usage counts of what was sent, for a request that is cut short
     end        set once, with `ended_s`
     """
@@ -138,27 +147,35 @@ class RequestState:
     runs: dict[str, StageRun] = field(default_factory=dict[str, StageRun])
     sent: dict[str, Sent] = field(default_factory=dict[str, Sent])
     collected: Collected | None = None
-    waiting: int = 0
+    window: OutputWindow | None = None
+    deferred: deque[tuple[RequestEvent, int]] = field(default_factory=deque[tuple[RequestEvent, int]])
+    blocked_s: float | None = None
     delivered: dict[str, float] = field(default_factory=dict[str, float])
     player: Player = field(default_factory=Player)
     end: EndRequest | None = None
 
-    def count(self, output: str, chunk: Chunk) -> None:
+    def count(self, piece: OutputPiece) -> None:
         """Add a piece that is sent to what was delivered."""
-        if output == "text" and "token_ids" in chunk.meta:
-            name, more = "completion_tokens", len(chunk.meta["token_ids"])
-        elif output == "audio":
-            name, more = "audio_samples", sum(tensor.spec.shape[0] for tensor in chunk.tensors)
-        elif output == "image" and not chunk.meta.get("partial"):
-            name, more = "images", len(chunk.tensors)
-        else:
-            return
-        self.delivered[name] = self.delivered.get(name, 0) + more
+        for name, count in piece.usage().items():
+            self.delivered[name] = self.delivered.get(name, 0) + count
+
+    def has_room(self, nbytes: int) -> bool:
+        """True if a response of `nbytes` may be sent, or would be dropped because the request has ended."""
+        return self.window is None or self.machine.outcome is not None or self.window.has_room(nbytes)
+
+    def mark_sent(self, nbytes: int = 0, playback_s: float = 0.0) -> str:
+        """Count a response; returns the token that its reader has to send back, or "" if none is needed."""
+        if self.window is None or not self.window.send(nbytes, playback_s):
+            return ""
+        return f"{self.run.hex()}:{self.window.marked_bytes}"
 
     def expired(self, now_s: float) -> DeadlineExceeded | None:
         """The deadline that has passed, if any."""
         limits = self.limits
-        if self.admitted_s is None:
+        if self.window is not None and self.blocked_s is not None:
+            passed, limit = now_s - self.blocked_s, limits.stall_s if self.window.acknowledges else 0.0
+            where = "client"
+        elif self.admitted_s is None:
             passed, limit, where = now_s - self.arrived_s, limits.queue_s, "queue"
         elif not self.sent:
             passed, limit = now_s - self.admitted_s, limits.first_output_s
@@ -186,16 +203,16 @@ class RequestState:
             return "waiting"
         return "opening" if not self.sent else "answering"
 
-    def summary(self, now_s: float) -> dict[str, Any]:
+    def status(self, now_s: float) -> RequestStatus:
         """The request for a person who watches the server."""
-        return {
-            "id": self.arrival.request_id,
-            "operation": self.arrival.request.operation,
-            "age_s": round(now_s - self.arrived_s, 3),
-            "phase": self.phase,
-            "stages": self.machine.open_runs,
-            "pieces": dict(self.machine.emitted),
-        }
+        return RequestStatus(
+            id=self.arrival.request_id,
+            operation=self.arrival.request.operation,
+            age_s=round(now_s - self.arrived_s, 3),
+            phase=self.phase,
+            stages=tuple(self.machine.open_runs),
+            pieces=dict(self.machine.emitted),
+        )
 
     @property
     def stuck_at(self) -> str:
@@ -219,17 +236,27 @@ class RequestState:
         timings = {f"first_{name}_s": sent.first_s - self.arrived_s for name, sent in self.sent.items()}
         timings["queue_s"] = (self.admitted_s if self.admitted_s is not None else now_s) - self.arrived_s
         timings["total_s"] = now_s - self.arrived_s
-        meta: dict[str, Any] = {}
-        text, tensors = None, ()
-        if self.collected is not None:
-            tensors = self.collected.joined()
-            text = "".join(self.collected.text) if "text" in self.machine.emitted else None
-            for name in self.collected.metas:
-                meta |= self.collected.metas[name] | {f"{name}_pieces": len(self.collected.tensors[name])}
-            if self.collected.tool_calls:
-                meta["tool_calls"] = self.collected.tool_calls
+        collected = self.collected
         event = Event(
-            "end", self.arrival.request_id, end.output, end.stage, sum(self.machine.emitted.values()), meta,
-            end.outcome.value, end.finish_reason, self.usage(end), {k: round(v, 6) for k, v in timings.items()},
-        )  # fmt: skip
-        return Response(event, text, tensors)
+            "end",
+            self.arrival.request_id,
+            end.output,
+            end.stage,
+            sum(self.machine.emitted.values()),
+            joined={} if collected is None else collected.joined_pieces(),
+            counts={} if collected is None else {output: len(pieces) for output, pieces in collected.pieces.items()},
+            outcome=end.outcome.value,
+            finish_reason=end.finish_reason,
+            usage=self.usage(end),
+            timings={name: round(value, 6) for name, value in timings.items()},
+        )
+        return Response(event, () if collected is None else collected.joined_tensors())
+
+
+def parse_receipt(token: str) -> tuple[bytes, int]:
+    """(run, bytes read) of a token of `RequestState.mark_sent`; raises BadRequest."""
+    run, _, read_bytes = token.partition(":")
+    try:
+        return bytes.fromhex(run), int(read_bytes)
+    except ValueError:
+        raise BadRequest("an acknowledgment needs the token of the event that was read", "target") from None

@@ -37,10 +37,12 @@ from triton_omni.backends.stub.worker_process import WorkerProcess
 log = logging.getLogger("triton_omni.stage")
 
 TURN_S = 0.25
+STOPPED_S = 10.0  # a stopped worker is killed after this
 _NOT_READY: dict[State, str] = {
     "starting": "the stage is starting",
     "restarting": "the stage is restarting",
     "gave_up": "the stage's worker died too often and is not restarted",
+    "stuck": "the stage's worker is stopped",
 }
 
 
@@ -112,6 +114,12 @@ class StageLoop:
         self._waiting: deque[StageCall] = deque()
         self._worker: Peer | None = None
         self._last_activity_s = 0.0
+        self._stopped_since_s: float | None = None
+
+    @property
+    def state(self) -> State:
+        """The worker's state; `stuck` while its process is stopped."""
+        return self.worker_process.state if self._stopped_since_s is None else "stuck"
 
     def submit(self, call: StageCall) -> None:
         """Queue a call for the loop; it is always answered through its caller."""
@@ -189,10 +197,8 @@ class StageLoop:
     def _hand_over(self, call: StageCall) -> bool:
         """Send a call to the worker; False if there is no room for its inputs yet."""
         worker = self._worker
-        if worker is None or self.worker_process.state != "ready":
-            self._fail(
-                call, Unavailable(_NOT_READY.get(self.worker_process.state, "the stage is not ready"), self.stage)
-            )
+        if worker is None or self.state != "ready":
+            self._fail(call, Unavailable(_NOT_READY.get(self.state, "the stage is not ready"), self.stage))
             return True
         if call.inputs is not None and not worker.put(call.inputs):
             return False
@@ -294,8 +300,15 @@ class StageLoop:
             self.start_decided = True
 
     def _keep_worker(self) -> None:
-        """Restart a dead worker when due; kill one that is silent for hang_s or not ready in start_timeout_s."""
+        """Restart a dead worker when due; kill one that is stopped, silent for hang_s, or not ready in time."""
         now = self._clock()
+        if not self.worker_process.is_stopped():
+            self._stopped_since_s = None
+        elif self._stopped_since_s is None:
+            self._stopped_since_s = now
+        elif now - self._stopped_since_s > STOPPED_S:
+            log.error("the engine's process was stopped for %g s", STOPPED_S)
+            self.worker_process.kill()
         ready = self.worker_process.state == "ready"
         bound = self._deploy.hang_s if ready else self._deploy.start_timeout_s
         if self.worker_process.due(now):

@@ -114,6 +114,10 @@ class WorkerProcess:
             self.retry_s = now_s + pause
             log.warning("the worker died; next start in %.1f s", pause)
 
+    def is_stopped(self) -> bool:
+        """True if the process is stopped by a signal: alive, but not running."""
+        return paths.is_stopped(self.pid)
+
     def due(self, now_s: float) -> bool:
         """True if it is time to start the worker again."""
         return self.process is None and self.state == "restarting" and now_s >= self.retry_s

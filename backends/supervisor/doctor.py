@@ -60,7 +60,7 @@ def health(report: Report) -> int:
             continue
         stale = time.time() - float(file["at"]) > _HEALTH_AGE_S and file["state"] != "starting"
         state = "stale" if stale else str(file["state"])
-        report(f"{run_dir.path}: {state} {'; '.join(file['problems'])}".rstrip())
+        report(f"server in {run_dir.path}: {state} {'; '.join(file['problems'])}".rstrip())
         states.append(state)
     if not states:
         report("no server of this user is running")
@@ -83,9 +83,11 @@ def check_setup(home: Home, report: Report) -> bool:
         all_steps = steps.all_steps(steps.Context(home, report, home.extras))
         missing = [step.name for step in all_steps if not is_done(step, home.stamps)]
         report(f"stub environment: {versions(home.stub_python, 'numpy msgspec')}")
-    report(engine_line(paths.engine_build(), len(gpu_host.gpu_devices())))
-    for problem in gpu_host.problems(paths.engine_build()):
-        report(f"GPU: {problem}")
+    build, available = paths.engine_build(), gpu_host.available_bytes()
+    report(engine_line(build, len(gpu_host.gpu_devices())))
+    report(gpu_host.memory_problem(build, available) or f"memory: {available / 1e9:.1f} GB available")
+    for line in (*gpu_host.gpu_memory().splitlines(), *gpu_host.problems(build)):
+        report(f"GPU: {line}")
     report(f"set-up: incomplete, run make setup: {', '.join(missing)}" if missing else "set-up: complete")
     try:
         check_ports(Ports())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -17,6 +18,8 @@ from triton_omni.backends.config.paths import Build
 
 OLDEST_DRIVER = 580
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
+NEEDED_BYTES: dict[Build, float] = {"cpu": 4e9, "cuda": 16e9}
+"""Memory of the machine that the embedded default takes while it loads; the real models pass through 64 GB."""
 
 
 def gpu_devices(dev: Path = Path("/dev")) -> list[Path]:
@@ -25,7 +28,7 @@ def gpu_devices(dev: Path = Path("/dev")) -> list[Path]:
 
 
 def problems(build: Build, driver_file: Path = DRIVER_FILE) -> list[str]:
-    """What stops the CUDA build from running here; empty for the CPU build, and for a machine without a GPU."""
+    """What stops the CUDA build from running here; empty for the CPU build, and on a machine without a GPU."""
     if build == "cpu" or not gpu_devices():
         return []
     return [text for text in (driver_problem(driver_file), compiler_problem(), headers_problem()) if text]
@@ -40,6 +43,29 @@ def driver_problem(driver_file: Path = DRIVER_FILE) -> str:
     if version is None or int(version[1]) >= OLDEST_DRIVER:
         return ""
     return f"NVIDIA driver {version[1]} is too old for CUDA 13.0; install R{OLDEST_DRIVER} or later"
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Memory that new processes can use without swapping."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
+
+
+def memory_problem(build: Build, available: int) -> str:
+    """Why the embedded default may not fit into memory; an empty text if it does."""
+    needed = NEEDED_BYTES[build]
+    if available >= needed:
+        return ""
+    return f"{available / 1e9:.1f} GB of memory are available; the embedded default takes up to {needed / 1e9:.0f} GB"
+
+
+def gpu_memory(command: str = "nvidia-smi") -> str:
+    """Free and total memory of each GPU on a line, as the driver says; empty without a GPU."""
+    query = [command, "--query-gpu=index,name,memory.free,memory.total", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def compiler_problem() -> str:

@@ -19,6 +19,7 @@ from triton_omni.backends.core.ids import TRACEPARENT
 log = logging.getLogger("triton_omni.traces")
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+FLUSH_THREAD = "flush-traces"
 CLOSE_S = 1.0  # flush time-out at process exit: a dead collector must not delay it
 
 
@@ -75,7 +76,7 @@ class Traces:
     def close(self) -> None:
         """Flush pending spans for at most CLOSE_S."""
         # in a thread: force_flush of SDK 1.45 ignores its timeout and retries a dead collector for 10 s
-        flush = threading.Thread(target=self._provider.force_flush, name="flush-traces", daemon=True)
+        flush = threading.Thread(target=self._provider.force_flush, name=FLUSH_THREAD, daemon=True)
         flush.start()
         flush.join(CLOSE_S)
 

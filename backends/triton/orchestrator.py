@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import triton_python_backend_utils as pb
 
 from triton_omni.backends import wire
 from triton_omni.backends.config import paths
@@ -32,8 +31,9 @@ from triton_omni.backends.triton import tensors
 from triton_omni.backends.triton.bls import BlsOpener
 from triton_omni.backends.triton.logs import use_triton_log
 from triton_omni.backends.triton.metrics import OrchestratorMetrics
-from triton_omni.backends.triton.responses import error_response, read_request, send_last
+from triton_omni.backends.triton.responses import error_response, event_response, read_request, send_last
 from triton_omni.backends.triton.senders import CancelWatch, Senders
+from triton_omni.backends.wire import StageStatus
 
 log = logging.getLogger("triton_omni.triton")
 
@@ -108,25 +108,26 @@ class TritonPythonModel:
             raise BadRequest(f"media tensors may have {self._deploy.max_media_bytes} bytes together", min(media))
         counts = {name: int(np.prod(t.spec.shape)) for name, t in media.items()}
         traceparent = tensors.traceparent(request) if self.orchestrator.traces is not None else ""
-        return Arrival(front, front.request_id, decoded, counts, media, traceparent)
+        is_short_form = tensors.text_input(request, wire.REQUEST) is None
+        return Arrival(front, front.request_id, decoded, counts, media, traceparent, is_short_form)
 
-    def _stage_states(self) -> dict[str, dict[str, Any]]:
+    def _stage_states(self) -> dict[str, StageStatus]:
         """Stage → state of its instances, from their records."""
-        states: dict[str, dict[str, Any]] = {}
+        states: dict[str, StageStatus] = {}
         records = [r for r in read_records(self._run_dir) if paths.start_time(r.pid) == r.start_time]
         for stage in self._pipeline.stages:
             own = [r for r in records if r.model == self._pipeline.model(stage.name)]
             if own:
                 best = next((r for r in own if r.state == "ready"), own[0])
-                states[stage.name] = {
-                    "state": best.state,
-                    "instances": len(own),
-                    "ready": sum(r.state == "ready" for r in own),
-                    "restarts": sum(r.restarts for r in own),
-                    "worker_pids": [r.worker_pid for r in own],
-                    "stub_pids": [r.pid for r in own],
-                    "ready_s": best.ready_s,
-                }
+                states[stage.name] = StageStatus(
+                    state=best.state,
+                    instances=len(own),
+                    ready=sum(r.state == "ready" for r in own),
+                    restarts=sum(r.restarts for r in own),
+                    worker_pids=tuple(r.worker_pid for r in own),
+                    stub_pids=tuple(r.pid for r in own),
+                    ready_s=best.ready_s,
+                )
         return states
 
 
@@ -148,7 +149,7 @@ class _Front:
     def send(self, piece: Response, sent: Callable[[], None] | None) -> None:
         def job() -> None:
             try:
-                self._sender.send(_response(piece))
+                self._sender.send(event_response(piece.event, piece.tensors))
             except Exception as error:  # the Triton border: a piece that cannot be sent ends its request
                 log.exception("a response could not be sent")
                 self._model.orchestrator.answer_failed(self._run, Internal(f"{type(error).__name__}: {error}"))
@@ -159,7 +160,7 @@ class _Front:
         self._lane(job)
 
     def end(self, piece: Response) -> None:
-        self._last(lambda: _response(piece))
+        self._last(lambda: event_response(piece.event, piece.tensors))
 
     def fail(self, error: OmniError) -> None:
         self._last(lambda: error_response(error))
@@ -167,11 +168,3 @@ class _Front:
     def _last(self, build: Callable[[], Any]) -> None:
         model = self._model
         self._lane(lambda: send_last(self._sender, model.watch, model.metrics.publish, build))
-
-
-def _response(piece: Response) -> Any:
-    outputs = [tensors.text_output(wire.EVENT, wire.encode_event(piece.event))]
-    if piece.text is not None:
-        outputs.append(tensors.text_output(wire.TEXT_OUTPUT, piece.text))
-    outputs += [tensors.tensor_output(tensor) for tensor in piece.tensors]
-    return pb.InferenceResponse(outputs)

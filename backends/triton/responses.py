@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import triton_python_backend_utils as pb
 
 from triton_omni.backends import wire
+from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.errors import BadRequest, Internal, OmniError, Unavailable
 from triton_omni.backends.core.generate import GenerateRequest
 from triton_omni.backends.triton import tensors
@@ -42,6 +43,16 @@ def read_request(request: Any, max_bytes: int, optional: bool = False) -> Genera
     if stream is not None and stream != decoded.stream:
         decoded = wire.with_stream(decoded, stream)
     return decoded
+
+
+def event_response(event: wire.Event, carried: Iterable[Tensor] = ()) -> Any:
+    """A Triton response with an event and what it carries."""
+    outputs = [tensors.text_output(wire.EVENT, wire.encode_event(event))]
+    text = wire.text_of(event)
+    if text is not None:
+        outputs.append(tensors.text_output(wire.TEXT_OUTPUT, text))
+    outputs += [tensors.tensor_output(tensor) for tensor in carried]
+    return pb.InferenceResponse(outputs)
 
 
 def error_response(error: OmniError) -> Any:

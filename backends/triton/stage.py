@@ -34,7 +34,7 @@ from triton_omni.backends.stub.worker_process import Command, WorkerProcess
 from triton_omni.backends.triton import tensors
 from triton_omni.backends.triton.logs import use_triton_log
 from triton_omni.backends.triton.metrics import StageMetrics
-from triton_omni.backends.triton.responses import FINAL, error_response, read_request, send_last
+from triton_omni.backends.triton.responses import FINAL, error_response, event_response, read_request, send_last
 from triton_omni.backends.triton.senders import CancelWatch, Senders
 
 log = logging.getLogger("triton_omni.triton")
@@ -56,6 +56,8 @@ class TritonPythonModel:
         self._deploy = from_parameters(given, StageDeploy, f"model {self._model}")
         self._instance = placement.instance_id(args)
         self._run_dir = paths.run_dir(os.getppid())
+        is_open = self._deploy.direct_calls or bool(os.environ.get(paths.LOOPBACK_VARIABLE))
+        self._key = "" if is_open else paths.operator_key(self._run_dir)
         self._hub = Hub(f"{self._pipeline.name}/{self.stage.name}")
         self.senders = Senders()
         self.watch = CancelWatch()
@@ -140,7 +142,7 @@ class TritonPythonModel:
         worker_process = self._worker_process
         ready_s = 0.0 if worker_process.ready_s is None else worker_process.ready_s - worker_process.started_s
         self._heartbeat.update(
-            worker_process.state, worker_process.pid, worker_process.restarts, ready_s, worker_process.gpu_paths
+            self._loop.state, worker_process.pid, worker_process.restarts, ready_s, worker_process.gpu_paths
         )
         if self._loop.start_decided:
             self._settled.set()
@@ -162,6 +164,12 @@ class TritonPythonModel:
 
     def _direct(self, request: Any, has_tensors: bool) -> msg.OpenMessage:
         """A call from a Triton client: the stage works from the request, or from tensors as one last chunk."""
+        if self._key and not tensors.has_key(request, self._key):
+            raise BadRequest(
+                "stage models answer direct calls on a loopback address, where `direct_calls: true` is deployed, "
+                f"or with the operator's key in parameter '{wire.OPERATOR_KEY}'",
+                wire.OPERATOR_KEY,
+            )
         upstream = [e.source for e in self._pipeline.edges if e.target == self.stage.name]
         entered = any(o.entry == self.stage.name for o in self._pipeline.operations)
         if upstream and not entered and not has_tensors:  # it would wait for a chunk that nobody sends
@@ -218,18 +226,11 @@ class _Caller:
         self._lane(job)
 
     def _piece(self, output: str, index: int, chunk: Chunk) -> Any:
-        stage = self._model.stage
-        meta = {key: value for key, value in chunk.meta.items() if key != "text"}
-        event = wire.Event(
-            output or "chunk",  # pyright: ignore[reportArgumentType]
-            self._request_id, output, stage.name, index, meta,
-        )  # fmt: skip
-        outputs = [tensors.text_output(wire.EVENT, wire.encode_event(event))]
-        if "text" in chunk.meta:
-            outputs.append(tensors.text_output(wire.TEXT_OUTPUT, chunk.meta["text"]))
-        known = {s.name for s in stage.outputs}
-        outputs += [tensors.tensor_output(t) for t in chunk.tensors if t.name in known]
-        return pb.InferenceResponse(outputs)
+        stage, piece = self._model.stage, chunk.piece
+        kind = piece.kind if output and piece is not None else "chunk"
+        event = wire.Event(kind, self._request_id, output, stage.name, index, piece)
+        known = {spec.name for spec in stage.outputs}
+        return event_response(event, [tensor for tensor in chunk.tensors if tensor.name in known])
 
     def _last(self, end: msg.FinishedMessage | msg.FailedMessage | None, pieces: int) -> Any:
         """The last response; None: FINAL alone."""
@@ -238,6 +239,12 @@ class _Caller:
         if isinstance(end, msg.FailedMessage):
             return error_response(end.error.error())
         event = wire.Event(
-            "end", self._request_id, "", self._model.stage.name, pieces, {}, "completed", end.reason, end.usage
+            "end",
+            self._request_id,
+            stage=self._model.stage.name,
+            index=pieces,
+            outcome="completed",
+            finish_reason=end.reason,
+            usage=end.usage,
         )
-        return pb.InferenceResponse([tensors.text_output(wire.EVENT, wire.encode_event(event))])
+        return event_response(event)

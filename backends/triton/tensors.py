@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 from typing import Any
@@ -12,7 +13,7 @@ import triton_python_backend_utils as pb
 
 from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.ids import TRACEPARENT
+from triton_omni.backends.core.ids import OPERATOR_KEY, TRACEPARENT
 
 
 def self_check() -> None:
@@ -71,6 +72,11 @@ def parameters(request: Any) -> dict[str, Any]:
     """The request's parameters."""
     text = request.parameters()
     return json.loads(text) if text else {}
+
+
+def has_key(request: Any, key: str) -> bool:
+    """True if the request's parameters hold the operator's key."""
+    return hmac.compare_digest(str(parameters(request).get(OPERATOR_KEY, "")).encode(), key.encode())
 
 
 def traceparent(request: Any) -> str:

@@ -27,6 +27,7 @@ from triton_omni.backends.core import engine as eng
 from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.errors import DeadlineExceeded, ErrorInfo, OmniError, StageFailed, Unavailable
 from triton_omni.backends.core.generate import decode_request
+from triton_omni.backends.core.outputs import OutputPiece
 from triton_omni.backends.core.pipeline import Pipeline
 from triton_omni.backends.telemetry.logs import about
 from triton_omni.backends.worker.record import Record, Sink, Source, Waiting
@@ -262,19 +263,19 @@ class Worker:
                 continue
             self._unsettled[record] = None
             match event:
-                case eng.EngineChunk(run, tensors, meta, last):
+                case eng.EngineChunk(_, tensors, piece, last):
                     self._note_first(record)
-                    self._send(record, run, tensors, meta, last)
-                case eng.EngineOutput(run, name, tensors, meta):
-                    sink = record.sinks.get(OUTPUT_PREFIX + name)
+                    self._send(record, tensors, piece, last)
+                case eng.EngineOutput(run, piece, tensors):
+                    sink = record.sinks.get(OUTPUT_PREFIX + piece.kind)
                     if sink is not None:
                         self._note_first(record)
-                        sink.add(run.id, tensors, meta, False)
-                case eng.EngineProgress(run, meta):
+                        sink.add(run.id, tensors, piece, False)
+                case eng.EngineProgress(run, done, total):
                     if not record.direct:
-                        record.reply.send(ProgressMessage(run.id, meta))
+                        record.reply.send(ProgressMessage(run.id, done, total))
                 case eng.EngineFinished(run, reason, usage):
-                    self._send(record, run, (), {}, True)
+                    self._send(record, (), None, True)
                     self._end(record, FinishedMessage(run.id, reason, usage))
                 case eng.EngineFailed(run, error):
                     self._fail(record, error, engine_has_it=False)
@@ -283,11 +284,11 @@ class Worker:
         if record.first_at is None:
             record.first_at = self._clock()
 
-    def _send(self, record: Record, run: eng.Run, tensors: tuple, meta: dict, last: bool) -> None:
+    def _send(self, record: Record, tensors: tuple[Tensor, ...], piece: OutputPiece | None, last: bool) -> None:
         """Queue a chunk for every consumer that has not had its last one."""
         for sink in record.sinks.values():
             if sink.feeds and not sink.closed:
-                sink.add(run.id, tensors, meta, last)
+                sink.add(record.run.id, tensors, piece, last)
 
     def _settle(self) -> None:
         """Send what there is credit for; tell the stub of runs that are over and whose chunks are all out."""

@@ -11,6 +11,7 @@ from triton_omni.backends.control.hub import Peer
 from triton_omni.backends.control.messages import FailedMessage, FinishedMessage, RunStats, Transfer
 from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.engine import Run
+from triton_omni.backends.core.outputs import OutputPiece
 
 
 @dataclass(eq=False, slots=True)
@@ -27,10 +28,10 @@ class Sink:
     closed: bool = False
     queue: deque[Chunk] = field(default_factory=deque[Chunk])
 
-    def add(self, run: bytes, tensors: tuple[Tensor, ...], meta: dict[str, Any], last: bool) -> None:
+    def add(self, run: bytes, tensors: tuple[Tensor, ...], piece: OutputPiece | None, last: bool) -> None:
         """Queue one chunk; nothing may follow a last one."""
         assert not self.closed, f"a chunk after the last one on edge {self.edge}"
-        self.queue.append(Chunk(run, self.edge, self.index, last, tensors, meta))
+        self.queue.append(Chunk(run, self.edge, self.index, last, tensors, piece))
         self.index += 1
         self.closed = last
 

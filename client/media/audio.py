@@ -15,11 +15,13 @@ from triton_omni.media.limits import SPEECH_HZ, MediaError
 
 def decode_audio(data: bytes) -> np.ndarray:
     """First audio track of a file, (samples,) float32 in -1..1, mono, at SPEECH_HZ. Raises MediaError."""
-    resampler = av.AudioResampler("flt", "mono", SPEECH_HZ)
+    resampler = av.AudioResampler("s32", "mono", SPEECH_HZ)  # integers: a mix of channels never exceeds full scale
     pieces: list[np.ndarray] = []
     samples = 0
     with opened(data, "audio") as container:
         for frame in _with_flush(container.decode(audio=0)):
+            if frame is not None and frame.format.name.startswith(("flt", "dbl")):
+                _check_finite(frame)
             resampled = [f.to_ndarray().reshape(-1) for f in resampler.resample(frame)]
             samples += sum(len(piece) for piece in resampled)
             if samples > limits.MAX_SPEECH_S * SPEECH_HZ:
@@ -27,8 +29,14 @@ def decode_audio(data: bytes) -> np.ndarray:
             pieces += resampled
     if not samples:
         raise MediaError("The audio is empty.")
-    audio = np.concatenate(pieces)
-    return np.clip(audio, -1.0, 1.0, out=audio)
+    audio = np.concatenate(pieces).astype(np.float32)
+    audio /= np.float32(1 << 31)
+    return audio
+
+
+def _check_finite(frame: av.AudioFrame) -> None:
+    if not np.isfinite(frame.to_ndarray()).all():
+        raise MediaError("The audio has samples that are not finite numbers.")
 
 
 def _with_flush(frames: Iterator[av.AudioFrame]) -> Iterator[av.AudioFrame | None]:

@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import logging
 import os
+from pathlib import Path
 
 import uvicorn
 
@@ -17,6 +18,7 @@ from triton_omni.openai.http.bodies import BodyLimits
 from triton_omni.openai.http.budget import HELD_BYTES
 from triton_omni.openai.http.protocol import Protocol, check_uvicorn
 
+KEY_METADATA = "triton-grpc-protocol-triton-omni-key"  # opens restricted APIs, such as the list of models
 API_KEY_VARIABLE = "TRITON_OMNI_API_KEY"
 GRACE_S = 5
 MAX_HEAD_BYTES = 64 * 1024
@@ -36,6 +38,7 @@ def arguments() -> argparse.ArgumentParser:
         help="serve this pipeline, under another name if given; may be repeated (default: all public models)",
     )  # fmt: skip
     add("--header", action="append", default=[], metavar="NAME=VALUE", help="sent to Triton with every call")
+    add("--key-file", type=Path, metavar="FILE", help="file with the operator's key, which `serve --key-file` makes")
     add("--private-urls", action="store_true", help="fetch media of requests from this network's own addresses, too")
     add("--held-mib", type=int, default=HELD_BYTES >> 20, help="for all bodies and media together (%(default)s)")
     return parser
@@ -52,8 +55,11 @@ async def serve(options: argparse.Namespace) -> None:
     url = "" if not address else address if "://" in address else f"http://{address}/metrics"
     limits = BodyLimits(held_bytes=options.held_mib << 20)
     settings = Settings(pairs(options.model), options.api_key, url, options.private_urls, limits)
+    headers = pairs(options.header)
+    if options.key_file:
+        headers[KEY_METADATA] = options.key_file.read_text().strip()
     # A gRPC channel belongs to the event loop in which it is created.
-    app = make_app(AsyncClient(options.triton, pairs(options.header)), settings)
+    app = make_app(AsyncClient(options.triton, headers), settings)
     config = uvicorn.Config(
         app, options.host, options.port, loop="asyncio", timeout_graceful_shutdown=GRACE_S,
         http=Protocol,  # on h11: httptools bounds neither the size of headers nor their number

@@ -17,7 +17,7 @@ import yaml
 
 from tests.kit.load_generator import Life, Plan, run_many
 from tests.kit.process_pidfds import is_gone
-from tests.kit.server_calls import health, idle
+from tests.kit.server_calls import health, wait_until_idle, wait_until_restarted
 from tests.kit.triton_server import RunningServer, running_server, wait_for
 from triton_omni import Client, GenerateRequest, Message, Sampling
 
@@ -47,11 +47,6 @@ def server(tmp_path_factory) -> Iterator[RunningServer]:
 
 def stage(server: RunningServer) -> dict[str, Any]:
     return health(server, PIPELINE)["stages"]["thinker"]
-
-
-def is_back(server: RunningServer, restarts: int) -> bool:
-    """Clients hear of a death a moment before the stub does: "ready" alone may be the dead worker's."""
-    return stage(server)["restarts"] == restarts and health(server, PIPELINE)["ready"]
 
 
 def worker_of(server: RunningServer) -> int:
@@ -92,9 +87,9 @@ def test_a_death_ends_every_request_once_and_leaves_no_process(server: RunningSe
     assert all(is_gone(process, GONE_S) for process in everybody)
     clients.join(GONE_S)
     assert [life.ends for life in lives] == [[DIED]] * 4
-    wait_for(lambda: is_back(server, restarts + 1), BACK_S, "the stage is back")
+    wait_until_restarted(server, "thinker", restarts, PIPELINE, BACK_S)
     assert says(server) == before
-    wait_for(lambda: idle(server, PIPELINE), 10, "nothing is held")
+    wait_until_idle(server, PIPELINE, timeout_s=10)
     assert len(ranks_of(worker_of(server))) == 2
     for process in everybody:
         os.close(process)

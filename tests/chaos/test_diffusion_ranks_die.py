@@ -14,7 +14,7 @@ import pytest
 
 from tests.kit.load_generator import Life, Plan, run_many, run_one
 from tests.kit.process_pidfds import is_gone
-from tests.kit.server_calls import health, idle
+from tests.kit.server_calls import health, wait_until_idle, wait_until_restarted
 from tests.kit.triton_server import RunningServer, running_server, wait_for
 from triton_omni.backends.control import probe
 from triton_omni.backends.repository import write
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     assert running.processes() == []
 
 
-def picture(steps: int, seed: int = 1) -> dict[str, Any]:
+def image(steps: int, seed: int = 1) -> dict[str, Any]:
     options = {"width": 128, "height": 128, "steps": steps, "seed": seed, "negative_prompt": " ", "true_cfg_scale": 2.5}
     return {"operation": "image", "input": "a red 7 on a yellow background", "stages": {"denoiser": options}}
 
@@ -57,12 +57,7 @@ def worker(server: RunningServer) -> int:
     return pid
 
 
-def is_back(server: RunningServer, restarts: int) -> bool:
-    """Clients hear of a death a moment before the stub does: "ready" alone may be the dead worker's."""
-    return stage(server)["restarts"] == restarts and health(server, "image")["ready"] and idle(server, "image")
-
-
-def follower(server: RunningServer) -> int:
+def rank(server: RunningServer) -> int:
     """The one child of the worker."""
     pid = worker(server)
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -71,9 +66,9 @@ def follower(server: RunningServer) -> int:
 
 def under_load(server: RunningServer, victim: Callable[[RunningServer], int]) -> list[str]:
     """SIGKILL a process while all requests are drawn; their ends. Then all is as before."""
-    before, lives, restarts = (worker(server), follower(server)), list[Life](), stage(server)["restarts"]
+    before, lives, restarts = (worker(server), rank(server)), list[Life](), stage(server)["restarts"]
     pidfds = [os.pidfd_open(pid) for pid in before]
-    plans = [Plan(picture(200, seed), "image", timeout_s=BACK_S) for seed in range(REQUESTS)]
+    plans = [Plan(image(200, seed), "image", timeout_s=BACK_S) for seed in range(REQUESTS)]
     clients = threading.Thread(target=lambda: lives.extend(run_many(server.grpc, plans, REQUESTS)))
     clients.start()
     address = server.instance("image_denoiser").address
@@ -81,24 +76,25 @@ def under_load(server: RunningServer, victim: Callable[[RunningServer], int]) ->
     os.kill(victim(server), signal.SIGKILL)
     clients.join(BACK_S)
     assert all(len(life.ends) == 1 and life.late == 0 for life in lives), [life.ends for life in lives]
-    assert all(is_gone(pidfd, 30.0) for pidfd in pidfds), "leader and follower are gone"
+    assert all(is_gone(pidfd, 30.0) for pidfd in pidfds), "both ranks are gone"
     for pidfd in pidfds:
         os.close(pidfd)
-    wait_for(lambda: is_back(server, restarts + 1), BACK_S, "both are back")
-    assert run_one(server.grpc, Plan(picture(4), "image", timeout_s=BACK_S)).ends == ["stop"]
-    assert not {worker(server), follower(server)} & set(before)
+    wait_until_restarted(server, "denoiser", restarts, "image", BACK_S)
+    wait_until_idle(server, "image")
+    assert run_one(server.grpc, Plan(image(4), "image", timeout_s=BACK_S)).ends == ["stop"]
+    assert not {worker(server), rank(server)} & set(before)
     return [life.ends[0] for life in lives]
 
 
-def test_a_picture_is_drawn_by_two_ranks(server: RunningServer) -> None:
-    life = run_one(server.grpc, Plan(picture(8), "image", timeout_s=BACK_S))
+def test_an_image_is_drawn_by_two_ranks(server: RunningServer) -> None:
+    life = run_one(server.grpc, Plan(image(8), "image", timeout_s=BACK_S))
     assert (life.ends, life.counts["image"]) == (["stop"], 1)
-    assert follower(server) != worker(server)
+    assert rank(server) != worker(server)
 
 
 @pytest.mark.chaos
 def test_a_follower_that_dies_under_load_is_one_clear_error_each(server: RunningServer) -> None:
-    assert under_load(server, follower) == [DIED] * REQUESTS
+    assert under_load(server, rank) == [DIED] * REQUESTS
     assert "StageFailed: rank 1 of 2 died by SIGKILL" in server.log.read_text()
 
 

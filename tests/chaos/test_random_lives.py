@@ -14,15 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.error import URLError
 
 import pytest
 
 from tests.kit.fuzzed_requests import Tally, live, random_plan, report
 from tests.kit.load_generator import Plan, body, run_many
 from tests.kit.metrics_reconcile import disagreements
-from tests.kit.server_calls import health, holdings, idle, memory_kb, metrics
-from tests.kit.triton_server import RunningServer, running_server, toy_repository, wait_for
+from tests.kit.server_calls import holdings, memory_kb, metrics, wait_until_back, wait_until_idle
+from tests.kit.triton_server import RunningServer, running_server, toy_repository
 from triton_omni.backends.connectors.base import PeerLost
 from triton_omni.backends.supervisor.serve.processes import wait_until
 
@@ -43,19 +42,12 @@ def small_toy(folder: Path, supervised: bool = False) -> Iterator[RunningServer]
 
 def warm(server: RunningServer) -> dict[str, int]:
     """Make links, lanes and slabs that stay from then on; returns what the server holds with them."""
-    wait_for(lambda: is_back(server), BACK_S, "ready")
+    wait_until_back(server, BACK_S)
     for count, nbytes in ((1, 9 << 20), (STREAMS, 1 << 20)):
         large = {stage: {"frame_bytes": nbytes} for stage in ("tokens", "frames")}
         run_many(server.grpc, [Plan(body(20, **large))] * count, count)
-    wait_for(lambda: is_back(server), BACK_S, "idle")
+    wait_until_idle(server, timeout_s=BACK_S)
     return holdings(server)
-
-
-def is_back(server: RunningServer) -> bool:
-    try:
-        return server.health() in ("", "ready") and health(server)["ready"] and idle(server)
-    except (URLError, OSError, KeyError, ValueError):
-        return False
 
 
 def batch(server: RunningServer, held: dict[str, int], seed: int, count: int, deaths: float = 0.0) -> Tally:
@@ -64,7 +56,8 @@ def batch(server: RunningServer, held: dict[str, int], seed: int, count: int, de
     counted, started = metrics(server), time.monotonic()
     tally = live(server.grpc, [random_plan(rng, deaths=deaths) for _ in range(count)], STREAMS)
     seconds = time.monotonic() - started
-    wait_for(lambda: is_back(server), BACK_S, "every worker back, every slot free")
+    wait_until_back(server, BACK_S)
+    wait_until_idle(server, timeout_s=BACK_S)
     print(f"seed {seed}, load {os.getloadavg()[0]:.0f}, {seconds:.0f} s: {report(tally)}")
     assert tally.faults == []
     assert wait_until(lambda: grown(server, held) == {}, 20), grown(server, held)

@@ -21,8 +21,8 @@ import pytest
 
 from tests.kit.fuzzed_requests import Tally, random_plan, report
 from tests.kit.load_generator import Plan, body, run_many, run_one
-from tests.kit.server_calls import holdings, idle, memory_kb
-from tests.kit.triton_server import TOY_REPOSITORY, RunningServer, running_server, wait_for
+from tests.kit.server_calls import holdings, memory_kb, wait_until_idle
+from tests.kit.triton_server import TOY_REPOSITORY, RunningServer, running_server
 from triton_omni.backends.supervisor.home import REPO
 
 SECONDS = float(os.environ.get("TRITON_OMNI_SOAK_S", "3600"))
@@ -85,19 +85,19 @@ def test_memory_and_names_stay_what_they_are(tmp_path: Path) -> None:
         for count, nbytes in ((1, 9 << 20), (32, 1 << 20)):  # the sizes of the lives: links and slabs exist
             large = {stage: {"frame_bytes": nbytes} for stage in ("tokens", "frames")}
             run_many(server.grpc, [Plan(body(20, **large))] * count, 16)
-        wait_for(lambda: idle(server), 10, "idle before")
+        wait_until_idle(server, timeout_s=10)
         before = holdings(server)
         clients = Clients(server.grpc)
         try:
             taken = samples(server, clients)
         finally:
             clients.close()
-        wait_for(lambda: idle(server), 30, "idle after")
+        wait_until_idle(server, timeout_s=30)
         after = holdings(server)
     warm = taken[int(len(taken) * WARM_UP) :]
     lives = np.array([n for n, _ in warm])
     slopes = {role: round(slope_mb(lives, np.array([kb[role] for _, kb in warm])), 3) for role in warm[0][1]}
-    # tritonserver itself keeps connections of streams cancelled at an unlucky moment (docs/triton-24.10.md)
+    # tritonserver itself keeps connections of streams cancelled at an unlucky moment (docs/triton-versions.md)
     grown = {k: (before[k], n) for k, n in after.items() if n > before.get(k, 0) and k != "tritonserver fds"}
     result = {
         "seconds": SECONDS, "lives": clients.tally.lives, "ends": clients.tally.ends,

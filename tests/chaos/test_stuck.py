@@ -7,12 +7,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from urllib.error import URLError
 
 import pytest
 
+from tests.kit.budgets import DEATH_SEEN_S
 from tests.kit.load_generator import Life, Plan, body, run_one
-from tests.kit.server_calls import health, idle
+from tests.kit.server_calls import health, is_back, wait_until_back, wait_until_idle
 from tests.kit.triton_server import TOY_REPOSITORY, RunningServer, running_server, wait_for
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
@@ -26,13 +26,6 @@ def server() -> Iterator[RunningServer]:
     assert running.processes() == []
 
 
-def is_back(server: RunningServer) -> bool:
-    try:
-        return server.health() == "ready" and health(server)["ready"]
-    except (URLError, OSError, KeyError, ValueError):
-        return False
-
-
 def stage_state(server: RunningServer, stage: str) -> str:
     return health(server)["stages"][stage]["state"]
 
@@ -43,7 +36,7 @@ def test_a_stub_killed_while_a_run_is_being_opened(server: RunningServer) -> Non
     The stub comes to no acknowledgement because the orchestrator's socket is out of its sight; so this test goes first,
     before there are links.
     """
-    wait_for(lambda: is_back(server), BACK_S, "ready")
+    wait_until_back(server, BACK_S)
     stub, door = server.instance("toy_wave"), server.instance("toy")
     hidden = f"{door.address}.hidden"
     plan = Plan(body(3, ("audio",)), timeout_s=90)
@@ -59,14 +52,14 @@ def test_a_stub_killed_while_a_run_is_being_opened(server: RunningServer) -> Non
     assert [life.ends for life in lives] == [["error [unavailable:wave] Triton opens no runs any more"]]
     wait_for(lambda: is_back(server) and server.instance("toy").pid != door.pid, BACK_S, "a new orchestrator")
     assert run_one(server.grpc, Plan(body(3))).ends == ["length"]
-    wait_for(lambda: idle(server), 5.0, "every slot free")
+    wait_until_idle(server)
 
 
 def test_a_stopped_stage_stub_is_seen_and_replaced(server: RunningServer) -> None:
-    wait_for(lambda: is_back(server), BACK_S, "ready")
+    wait_until_back(server, BACK_S)
     stub = server.instance("toy_wave")
     os.kill(stub.pid, signal.SIGSTOP)
-    wait_for(lambda: stage_state(server, "wave") == "stuck", 2.0, "health tells the truth")
+    wait_for(lambda: stage_state(server, "wave") == "stuck", DEATH_SEEN_S, "health tells the truth")
     assert not health(server)["ready"]
     assert run_one(server.grpc, Plan(body(3, ("text",)))).ends == ["length"], "text goes on"
     refused = run_one(server.grpc, Plan(body(3), timeout_s=20)).ends
@@ -77,11 +70,11 @@ def test_a_stopped_stage_stub_is_seen_and_replaced(server: RunningServer) -> Non
 
 
 def test_a_stub_that_goes_on_is_well_again(server: RunningServer) -> None:
-    wait_for(lambda: is_back(server), BACK_S, "ready")
+    wait_until_back(server, BACK_S)
     stub = server.instance("toy_wave")
     os.kill(stub.pid, signal.SIGSTOP)
-    wait_for(lambda: stage_state(server, "wave") == "stuck", 2.0, "seen")
+    wait_for(lambda: stage_state(server, "wave") == "stuck", DEATH_SEEN_S, "seen")
     os.kill(stub.pid, signal.SIGCONT)
-    wait_for(lambda: is_back(server), 10, "ready")
+    wait_until_back(server, 10)
     assert server.instance("toy_wave").pid == stub.pid
     assert run_one(server.grpc, Plan(body(3))).ends == ["length"]

@@ -50,7 +50,8 @@ def test_ready_and_restricted(server: RunningServer) -> None:
     assert is_back(server)
     strangers = type(server.api)(server.api.host, server.api.port)
     assert strangers.call("POST", "/v2/repository/index", {})[0] == 403
-    assert strangers.call("GET", "/v2/systemsharedmemory/status")[0] == 403
+    for method, path in (("GET", "systemsharedmemory/status"), ("POST", "logging"), ("POST", "trace/setting")):
+        assert strangers.call(method, f"/v2/{path}", {})[0] == 403
     assert server.api.models() == {"door": ("READY", ""), "step": ("READY", "")}
 
 

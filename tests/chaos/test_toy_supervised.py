@@ -7,12 +7,11 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from urllib.error import URLError
 
 import pytest
 
 from tests.kit.load_generator import Life, Plan, body, run_many, run_one
-from tests.kit.server_calls import health, idle
+from tests.kit.server_calls import is_back, wait_until_back, wait_until_idle
 from tests.kit.triton_server import TOY_REPOSITORY, RunningServer, running_server, wait_for
 from triton_omni.backends.control import probe
 
@@ -29,21 +28,15 @@ def server() -> Iterator[RunningServer]:
     assert not running.run_dir.exists()
 
 
-def is_back(server: RunningServer) -> bool:
-    try:
-        return server.health() == "ready" and health(server)["ready"]
-    except (URLError, OSError, KeyError, ValueError):
-        return False
-
-
 def under_load(server: RunningServer, kill: int, at_stage: str) -> list[Life]:
     """Kill a process while twelve clients stream; their lives."""
-    plans = [Plan(body(80, (m,), tokens={"delay_s": 0.05}), timeout_s=60) for m in ("text", "audio") * 6]
+    behaviour = {m: {"hold_after": 3} if at_stage == "tokens" or m == "audio" else {} for m in ("text", "audio")}
+    plans = [Plan(body(80, (m,), tokens=behaviour[m]), timeout_s=60) for m in ("text", "audio") * 6]
     lives: list[Life] = []
     clients = threading.Thread(target=lambda: lives.extend(run_many(server.grpc, plans, 12)))
     clients.start()
     address = server.instance(f"toy_{at_stage}").address
-    wait_for(lambda: probe(address, 5).live == (12 if at_stage == "tokens" else 6), 20, "all in work")
+    wait_for(lambda: probe(address, 5).live == (12 if at_stage == "tokens" else 6), 20, "all that need it run")
     os.kill(kill, signal.SIGKILL)
     clients.join(120)
     assert not clients.is_alive()
@@ -51,7 +44,7 @@ def under_load(server: RunningServer, kill: int, at_stage: str) -> list[Life]:
 
 
 def test_killed_stage_stub_under_load(server: RunningServer) -> None:
-    wait_for(lambda: is_back(server), BACK_S, "ready")
+    wait_until_back(server, BACK_S)
     victim = server.instance("toy_wave").pid
     lives = under_load(server, victim, "wave")
     assert all(len(life.ends) == 1 for life in lives)
@@ -61,26 +54,38 @@ def test_killed_stage_stub_under_load(server: RunningServer) -> None:
     # a killed stub can take the whole server along (transport.md): then text breaks as well, else it goes on
     if server.health() != "restarting" and all("wave" in end for end in audio):
         assert text == ["length"] * 6
-    wait_for(lambda: is_back(server), BACK_S, "ready again")
+    wait_until_back(server, BACK_S)
     assert run_one(server.grpc, Plan(body(5))).ends == ["length"]
-    wait_for(lambda: idle(server), 5.0, "every slot free")
+    wait_until_idle(server)
 
 
 def test_killed_orchestrator_stub_under_load(server: RunningServer) -> None:
-    wait_for(lambda: is_back(server), BACK_S, "ready")
+    wait_until_back(server, BACK_S)
     pid = server.server_pid()
     lives = under_load(server, server.instance("toy").pid, "tokens")
     assert all(len(life.ends) == 1 and life.ends[0] != "timeout" for life in lives), [x.ends for x in lives]
     wait_for(lambda: server.server_pid() != pid and is_back(server), BACK_S, "ready again")
     assert run_one(server.grpc, Plan(body(5))).ends == ["length"]
-    wait_for(lambda: idle(server), 5.0, "every slot free")
+    wait_until_idle(server)
+
+
+def test_dead_stubs_leave_no_regions(server: RunningServer) -> None:
+    """Each stub that died with requests in flight left one for as long as the server ran."""
+    wait_for(lambda: is_back(server), BACK_S, "ready")
+    regions = len(server.regions())
+    for _ in range(3):
+        victim = server.instance("toy_wave").pid
+        under_load(server, victim, "wave")
+        wait_for(lambda old=victim: is_back(server) and server.instance("toy_wave").pid != old, BACK_S, "ready again")
+    wait_for(lambda: len(server.regions()) <= regions, BACK_S, "regions of dead stubs are unlinked")
+    assert run_one(server.grpc, Plan(body(5))).ends == ["length"]
 
 
 def test_killed_server_under_load(server: RunningServer) -> None:
-    wait_for(lambda: is_back(server), BACK_S, "ready")
+    wait_until_back(server, BACK_S)
     pid = server.server_pid()
     lives = under_load(server, pid, "tokens")
     assert all(len(life.ends) == 1 and life.ends[0] != "timeout" for life in lives), [x.ends for x in lives]
     wait_for(lambda: server.server_pid() != pid and is_back(server), BACK_S, "ready again")
     assert run_one(server.grpc, Plan(body(5))).ends == ["length"]
-    wait_for(lambda: idle(server), 5.0, "every slot free")
+    wait_until_idle(server)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 
+from tests.kit.gpu_devices import BUILD
 from triton_omni.backends.core.engine import EngineFailed, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
 from triton_omni.backends.core.pipeline import EngineContext
@@ -26,7 +27,7 @@ STEP_LIMIT = 3000
 GRAMMAR_S = 60.0
 
 
-def make_engine(folder, device="cpu", wake=lambda: None, **options):
+def make_engine(folder, device=BUILD, wake=lambda: None, **options):
     given = {"model": str(folder), "dtype": "float32", "kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 8} | options
     return thinker_engine(EngineContext("chat", "thinker", given, device, wake=wake))
 
@@ -45,7 +46,7 @@ def drain(engine, into=None):
     events = {} if into is None else into
     for _ in range(STEP_LIMIT):
         if not engine.has_work:
-            if not engine.live:
+            if not engine.runs:
                 return events
             await_grammars(engine)
         step(engine, events)
@@ -59,10 +60,10 @@ def await_grammars(engine):
         when_compiled,
     )
 
-    for live in engine.live.values():
-        if is_compiling(live.scheduled):
+    for state in engine.runs.values():
+        if is_compiling(state.scheduled):
             compiled = threading.Event()
-            when_compiled(live.scheduled, compiled.set)
+            when_compiled(state.scheduled, compiled.set)
             assert compiled.wait(GRAMMAR_S), "the grammar was never compiled"
 
 
@@ -72,11 +73,11 @@ def step(engine, events):
 
 
 def tokens(events):
-    return [t for e in events if isinstance(e, EngineOutput) for t in e.meta["token_ids"]]
+    return [t for e in events if isinstance(e, EngineOutput) for t in e.piece.token_ids]
 
 
 def text(events):
-    return "".join(e.meta["text"] for e in events if isinstance(e, EngineOutput))
+    return "".join(e.piece.text for e in events if isinstance(e, EngineOutput))
 
 
 def end(events):
@@ -90,7 +91,7 @@ def answer(engine, run):
 
 
 def scheduler(engine):
-    return engine.llm.engine_core.engine_core.scheduler
+    return engine.llm.engine.engine_core.engine_core.scheduler
 
 
 def free_blocks(engine):
@@ -99,7 +100,7 @@ def free_blocks(engine):
 
 def decode(engine, ids):
     """What the answer's tokens say, special ones left out, without a character that is not complete."""
-    tokenizer = engine.llm.renderer.get_tokenizer()
+    tokenizer = engine.llm.engine.renderer.get_tokenizer()
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 

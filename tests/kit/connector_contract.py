@@ -25,6 +25,7 @@ import pytest
 
 from triton_omni.backends.connectors.base import LINK_CHUNKS, MESSAGE_BYTES, WINDOW_CHUNKS, Connector, PeerLost
 from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.outputs import ImagePiece, TextPiece
 
 PATIENCE_S = 20.0
 INLINE_EDGES = (0, 1, 8191, 8192, 8193)
@@ -108,13 +109,18 @@ def chunk_of(carrier: Carrier, nbytes: int, run: bytes = b"r" * 16, index: int =
     return Chunk(run, "e", index, tensors=(carrier.tensor("x", pattern(nbytes, index)),), **more)
 
 
+def number(n: int) -> TextPiece:
+    """A piece that says a number."""
+    return TextPiece(token_ids=(n,))
+
+
 # --- checks ------------------------------------------------------------------------------------------------------
 def arrives_as_sent(carrier: Carrier) -> None:
     with carrier.ends() as (a, b):
         for index, nbytes in enumerate(SIZES):
-            assert a.put(chunk_of(carrier, nbytes, index=index, last=nbytes == SIZES[-1], meta={"n": nbytes}))
+            assert a.put(chunk_of(carrier, nbytes, index=index, last=nbytes == SIZES[-1], piece=number(nbytes)))
             got = take_chunk(b, a)
-            assert (got.run, got.edge, got.index, got.meta) == (b"r" * 16, "e", index, {"n": nbytes})
+            assert (got.run, got.edge, got.index, got.piece) == (b"r" * 16, "e", index, number(nbytes))
             assert got.last == (nbytes == SIZES[-1])
             assert got.tensors[0].spec.shape == (nbytes,)
             assert got.tensors[0].spec.dtype == "uint8"
@@ -219,18 +225,18 @@ def releases_may_come_in_any_order(carrier: Carrier) -> None:
 def falsy_payloads_are_payloads(carrier: Carrier) -> None:
     with carrier.ends() as (a, b):
         empty = np.zeros((0, 8), np.float32)
-        assert a.put(Chunk(b"r" * 16, "e", 0, tensors=(carrier.tensor("empty", empty),), meta={}))
+        assert a.put(Chunk(b"r" * 16, "e", 0, tensors=(carrier.tensor("empty", empty),)))
         assert a.put(Chunk(b"r" * 16, "e", 1, last=True))
         mixed = (carrier.tensor("empty", empty), carrier.tensor("x", pattern(3)), carrier.tensor("none", empty))
-        assert a.put(Chunk(b"r" * 16, "e", 2, tensors=mixed, meta={"zero": 0, "text": "", "none": None}))
+        assert a.put(Chunk(b"r" * 16, "e", 2, tensors=mixed, piece=ImagePiece()))
         a.send(b"")
         first, second, third = take_chunk(b, a), take_chunk(b, a), take_chunk(b, a)
         assert first.tensors[0].spec.shape == (0, 8)
         assert carrier.read(first.tensors[0]) == b""
-        assert second.last and second.tensors == () and second.meta == {}
+        assert second.last and second.tensors == () and second.piece is None
         assert [t.name for t in third.tensors] == ["empty", "x", "none"]
         assert carrier.read(third.tensors[1]) == pattern(3).tobytes()
-        assert third.meta == {"zero": 0, "text": "", "none": None}
+        assert third.piece == ImagePiece()
         assert take(b, a) == b""
         for chunk in (first, second, third):
             b.release(chunk)
@@ -263,13 +269,10 @@ def the_producer_may_reuse_its_buffer(carrier: Carrier) -> None:
     with carrier.ends() as (a, b):
         for nbytes in (100, 100_000):
             buffer = pattern(nbytes).copy()
-            meta = {"k": 1}
-            assert a.put(Chunk(b"r" * 16, "e", tensors=(carrier.tensor("x", buffer),), meta=meta))
+            assert a.put(Chunk(b"r" * 16, "e", tensors=(carrier.tensor("x", buffer),)))
             buffer[:] = 0
-            meta["k"] = 2
             got = take_chunk(b, a)
             assert carrier.read(got.tensors[0]) == pattern(nbytes).tobytes()
-            assert got.meta == {"k": 1}
             b.release(got)
         settle(a, b)
 
@@ -336,7 +339,7 @@ def larger_than_the_slab_takes_another_way(carrier: Carrier) -> None:
     nbytes = (carrier.slab_bytes or (8 << 20)) // 2 + 1
     with carrier.ends() as (a, b):
         before = open_fds()
-        assert a.put(chunk_of(carrier, nbytes, meta={"big": True}))
+        assert a.put(chunk_of(carrier, nbytes, piece=number(1)))
         got = take_chunk(b, a)
         assert carrier.read(got.tensors[0]) == pattern(nbytes).tobytes()
         b.release(got)
@@ -405,8 +408,8 @@ def a_bad_chunk_hurts_only_itself(carrier: Carrier) -> None:
     with carrier.ends(window=2) as (a, b):
         before = open_fds()
         for bad in (
-            Chunk(b"r" * 16, "e", meta={"object": object()}),
-            Chunk(b"r" * 16, "e", tensors=(carrier.tensor("x", pattern(100_000)),), meta={"long": "x" * (1 << 18)}),
+            Chunk(b"r" * 16, "e", piece=TextPiece(text=object())),  # type: ignore[arg-type]
+            Chunk(b"r" * 16, "e", tensors=(carrier.tensor("x", pattern(100_000)),), piece=TextPiece("x" * (1 << 18))),
         ):
             for _ in range(5):
                 with pytest.raises((TypeError, ValueError)):

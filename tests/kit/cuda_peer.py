@@ -26,6 +26,7 @@ from triton_omni.backends.connectors.cuda_ipc import DeviceSlab
 from triton_omni.backends.connectors.link import Link
 from triton_omni.backends.connectors.shm import ShmConnector
 from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.outputs import TextPiece
 
 STREAM = 9
 
@@ -68,7 +69,7 @@ class Peer:
         self.cuda.cudaStreamSynchronize(STREAM)
         for i, (copy, device) in enumerate(zip(copies, devices, strict=True)):
             data = Tensor.of("x", np.frombuffer(copy.tobytes(), np.uint8))
-            assert self.end.put(Chunk(b"p" * 16, "back", i, tensors=(data,), meta={"device": device}))
+            assert self.end.put(Chunk(b"p" * 16, "back", i, tensors=(data,), piece=TextPiece(device)))
         self.take()  # until the other side closes
 
     @staticmethod

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""diffusers' own edit pipelines, asked what a run asks the engine."""
+"""diffusers' own edit pipelines with the parameters of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton_omni.backends.core.engine import Run
 torch = pytest.importorskip("torch")
 
 
-def stock_of(kind: Any, folder: Path) -> Any:
+def load_stock(kind: Any, folder: Path) -> Any:
     """A pipeline of diffusers, float32."""
     from triton_omni.backends.diffusion.upstream import be_quiet
 
@@ -25,8 +25,8 @@ def stock_of(kind: Any, folder: Path) -> Any:
     return pipe
 
 
-def bring_to_source_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the stock pipelines bring pictures to SOURCE_PIXELS, not to a megapixel; nothing else changes."""
+def use_small_source_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the stock pipelines resize images to SOURCE_PIXELS instead of a megapixel; nothing else changes."""
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 
     stock, part = pipeline_qwenimage_edit.calculate_dimensions, SOURCE_PIXELS / (1024 * 1024)
@@ -35,7 +35,7 @@ def bring_to_source_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(place, lambda area, ratio, values=values: stock(area * part, ratio)[:values])
 
 
-def edited_by(pipe: Any, run: Run, output: str) -> list[np.ndarray]:
+def edit_with(pipe: Any, run: Run, output: str) -> list[np.ndarray]:
     """What it makes of a run's request: "pil" or "latent"."""
     from PIL import Image
 

@@ -43,10 +43,10 @@ class Job:
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def tokens(self, stage: str = "thinker") -> list[int]:
-        return [t for e in self.events[stage] if isinstance(e, EngineOutput) for t in e.meta["token_ids"]]
+        return [t for e in self.events[stage] if isinstance(e, EngineOutput) for t in e.piece.token_ids]
 
     def text(self, stage: str = "thinker") -> str:
-        return "".join(e.meta["text"] for e in self.events[stage] if isinstance(e, EngineOutput))
+        return "".join(e.piece.text for e in self.events[stage] if isinstance(e, EngineOutput))
 
     def audio(self, stage: str = "code2wav") -> np.ndarray:
         parts = [e.tensors[0].data for e in self.events[stage] if isinstance(e, EngineOutput)]
@@ -135,6 +135,6 @@ class Chain:
         targets = self.pipeline.downstream(name, set(self.engines))
         for target in targets:
             if isinstance(event, EngineChunk):
-                job.inbox[target].append((name, Chunk(event.run.id, name, 0, False, event.tensors, event.meta)))
+                job.inbox[target].append((name, Chunk(event.run.id, name, 0, False, event.tensors, event.piece)))
             elif isinstance(event, EngineFinished):
                 job.inbox[target].append((name, Chunk(event.run.id, name, 0, True)))

@@ -51,7 +51,7 @@ class Subject:
     inputs: tuple[Any, ...] = ()
     wanted: frozenset[str] = frozenset()
     feeds: bool = True
-    same: Callable[[EngineEvent], Any] = lambda event: (type(event).__name__, str(getattr(event, "meta", "")))
+    same: Callable[[EngineEvent], Any] = lambda event: (type(event).__name__, str(getattr(event, "piece", "")))
 
     def run(self, request: GenerateRequest | None = None) -> Run:
         upstream = frozenset({self.upstream} - {""})
@@ -89,7 +89,7 @@ def a_run_ends_once_and_names_only_itself(subject: Subject) -> None:
     assert sum(isinstance(e, EngineFinished | EngineFailed) for e in events) == 1
     assert isinstance(events[-1], EngineFinished), events[-1]
     assert all(e.run is run for e in events)
-    assert {e.name for e in events if isinstance(e, EngineOutput)} <= subject.wanted
+    assert {e.piece.kind for e in events if isinstance(e, EngineOutput)} <= subject.wanted
     lasts = [i for i, e in enumerate(e for e in events if isinstance(e, EngineChunk)) if e.last]
     assert len(lasts) <= 1
     assert not engine.has_work

@@ -12,10 +12,12 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from triton_omni.backends import wire
 from triton_omni.backends.core.generate import with_stage_options
+from triton_omni.backends.core.outputs import AudioPiece, ImagePiece, TextPiece, TranscriptPiece, WordTime
 from triton_omni.backends.wire import Event, GenerateRequest
 from triton_omni.connection import Model
 from triton_omni.pieces import NO_MEDIA, Piece
@@ -48,7 +50,7 @@ class FakeBackend:
     reason      why answers end
     refusal     wire line of the error that every call gets at once
     usage       more counts for the end event
-    meta        more facts for every text event
+    extra       tool calls and log-probabilities of every text piece
     """
 
     hold_after: int | None = None
@@ -57,7 +59,8 @@ class FakeBackend:
     reason: str = "length"
     refusal: str = ""
     usage: dict[str, float] = field(default_factory=dict[str, float])
-    meta: dict[str, Any] = field(default_factory=dict[str, Any])
+    extra: TextPiece = field(default_factory=TextPiece)
+    media: tuple[str, ...] = ("text", "audio", "image", "video")
     not_ready: dict[str, str] = field(default_factory=dict[str, str])
     unreachable: bool = False
     rate_hz: int = RATE_HZ
@@ -102,7 +105,7 @@ class FakeBackend:
         return {
             "pipeline": pipeline, "ready": reason is None, "stages": {"words": state}, "live": 0, "queued": 0,
             "operations": self.operations.get(pipeline, ["chat", "speech"]),
-            "about": {"voices": list(VOICES), "sample_rate": self.rate_hz},
+            "about": {"voices": list(VOICES), "sample_rate": self.rate_hz, "media": list(self.media)},
         }  # fmt: skip
 
     async def models(self) -> list[Model]:
@@ -135,25 +138,23 @@ class FakeBackend:
         samples = 0
         for i in range(total):
             if request.operation == "chat":
-                yield Piece(Event("text", output="text", index=i, meta=dict(self.meta)), f"w{i} ")
+                text = msgspec.structs.replace(self.extra, text=f"w{i} ")
+                yield Piece(Event("text", output="text", index=i, piece=text), text.text)
             if request.operation == "speech" or "audio" in request.modalities:
-                yield Piece(
-                    Event("audio", output="audio", index=i, meta={"sample_rate": self.rate_hz}),
-                    audio=sine(samples, self.rate_hz),
-                )
+                audio = AudioPiece(self.rate_hz, SAMPLES)
+                yield Piece(Event("audio", output="audio", index=i, piece=audio), audio=sine(samples, self.rate_hz))
                 samples += SAMPLES
         usage = {"prompt_tokens": 5.0, "completion_tokens": float(total), **self.usage}
         yield Piece(Event("end", outcome="completed", finish_reason=self.reason, usage=usage))
 
     def _segments(self, with_words: bool) -> Iterator[Piece]:
         for i, text in enumerate(("Hello there.", " How are you?")):
-            meta: dict[str, Any] = {"start_s": 1.5 * i, "end_s": 1.5 * i + 1.25, "language": "english"}
-            if with_words:
-                meta["words"] = [
-                    {"word": word, "start_s": 1.5 * i + 0.25 * k, "end_s": 1.5 * i + 0.25 * (k + 1)}
-                    for k, word in enumerate(text.split())
-                ]
-            yield Piece(Event("transcript", output="transcript", index=i, meta=meta), text)
+            words = [
+                WordTime(word, 1.5 * i + 0.25 * k, 1.5 * i + 0.25 * (k + 1))
+                for k, word in enumerate(text.split() if with_words else ())
+            ]
+            segment = TranscriptPiece(text, 1.5 * i, 1.5 * i + 1.25, "english", tuple(words))
+            yield Piece(Event("transcript", output="transcript", index=i, piece=segment), text)
         yield Piece(Event("end", outcome="completed", usage={"audio_input_s": 2.75}))
 
     def _pictures(self, request: GenerateRequest) -> Iterator[Piece]:
@@ -163,11 +164,11 @@ class FakeBackend:
         every = params.preview_every
         previews = len(range(every, params.steps or 4, every)) if every else params.partial_images
         for i in range(previews):
-            meta = {"index": 0, "partial": True, "partial_image_index": i}
-            yield Piece(Event("image", output="image", meta=meta), image=np.full(shape, i, np.uint8))
+            preview = ImagePiece(partial=True, partial_image_index=i)
+            yield Piece(Event("image", output="image", piece=preview), image=np.full(shape, i, np.uint8))
         for i in range(params.n):
-            meta = {"index": i, "partial": False}
-            yield Piece(Event("image", output="image", meta=meta), image=np.full(shape, 200 + i, np.uint8))
+            event = Event("image", output="image", piece=ImagePiece(index=i, seed=7))
+            yield Piece(event, image=np.full(shape, 200 + i, np.uint8))
         yield Piece(Event("end", outcome="completed", usage=usage))
 
 

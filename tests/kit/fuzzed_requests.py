@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tests.kit.load_generator import Life, Plan, body, run_many
@@ -105,7 +107,7 @@ def random_plan(rng: random.Random, tokens: int = 40, deaths: float = 0.0) -> Pl
     if rng.random() < 0.4:
         _leave(rng, plan, tokens)
     if rng.random() < 0.05:
-        plan.pause_s = 0.01
+        plan.reading = partial(time.sleep, 0.01)
     return plan
 
 

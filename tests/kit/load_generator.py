@@ -48,7 +48,7 @@ class Plan:
     cancel_after    leave after so many responses
     cancel_after_s  leave after so many seconds, whatever came
     by_abort        leave by an abort of the id instead of closing the stream
-    pause_s         how long the reader takes for each response
+    reading         called by the stream's reader before it takes a response; while it blocks, gRPC is not read
     before          called just before the request is made
     """
 
@@ -59,7 +59,7 @@ class Plan:
     cancel_after_s: float | None = None
     by_abort: bool = False
     timeout_s: float = 120.0
-    pause_s: float = 0.0
+    reading: Callable[[], object] = lambda: None
     before: Callable[[], None] | None = None
     label: str = ""
 
@@ -75,13 +75,13 @@ def run_one(url: str, plan: Plan) -> Life:
     client = grpcclient.InferenceServerClient(url)
     started = time.monotonic()
     try:
-        client.start_stream(lambda result, error: responses.put((result, error)))
+        client.start_stream(lambda result, error: (plan.reading(), responses.put((result, error))))
         send(client, plan)
         _collect(life, plan, responses, started, url)
     except InferenceServerException as error:
         life.ends.append(f"lost {error.message()}")
     finally:
-        # A stream that has ended is closed, not cancelled: docs/triton-24.10.md says what that costs the server
+        # A stream that has ended is closed, not cancelled: docs/triton-versions.md says what that costs the server
         client.stop_stream(cancel_requests=life.ends in ([], ["cancelled here"], ["timeout"]))
         client.close()
     life.seconds = time.monotonic() - started
@@ -120,8 +120,6 @@ def _collect(life: Life, plan: Plan, responses: queue.SimpleQueue[Any], started:
             if error is not None:
                 life.ends.append(f"error {error.message()}")
                 return
-            if plan.pause_s:
-                time.sleep(plan.pause_s)
             if _take(life, result, started):
                 return
         if leaving and plan.leaves(life, time.monotonic() - started):

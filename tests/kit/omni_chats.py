@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+from tests.kit.gpu_devices import BUILD
 from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
@@ -28,14 +29,13 @@ def code2wav(folder, device="cpu", **more):
     return PIPELINE.stage("code2wav").engine(EngineContext("qwen3_omni", "code2wav", given, device=device))
 
 
-def engines(folder, thinker=None, talker=None):
+def engines(folder, thinker=None, talker=None, device=BUILD):
     common = {"model": str(folder), "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 8}
     no_media = {"limit_mm_per_prompt": {"audio": 0, "image": 0, "video": 0}, "max_model_len": 1024}
     greedy = {"sampling": {"temperature": 0.0, "max_tokens": FRAMES}, "max_model_len": 512}
     options = {"thinker": common | no_media | (thinker or {}), "talker": common | greedy | (talker or {})}
-    return {
-        name: PIPELINE.stage(name).engine(EngineContext("qwen3_omni", name, given)) for name, given in options.items()
-    }
+    contexts = {name: EngineContext("qwen3_omni", name, given, device) for name, given in options.items()}
+    return {name: PIPELINE.stage(name).engine(context) for name, context in contexts.items()}
 
 
 def references(model):
@@ -79,7 +79,7 @@ def come_and_go(chain, seed, pace):
 
 
 def blocks_of(engine):
-    return engine.llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return engine.llm.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
 def free_blocks(chain):

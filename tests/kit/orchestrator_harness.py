@@ -20,11 +20,12 @@ from triton_omni.backends.control.hub import Hub, Lost, Peer
 from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.errors import OmniError
 from triton_omni.backends.core.generate import GenerateRequest, Message
+from triton_omni.backends.core.outputs import OutputPiece
 from triton_omni.backends.core.pipeline import Pipeline
 from triton_omni.backends.orchestrator.driver import Orchestrator
 from triton_omni.backends.orchestrator.ports import OpenCall, Response
 from triton_omni.backends.orchestrator.request_state import Arrival
-from triton_omni.backends.wire import Event
+from triton_omni.backends.wire import Event, StageStatus, text_of
 
 
 class Client:
@@ -68,7 +69,7 @@ class Client:
 
     @property
     def text(self) -> str:
-        return "".join(p.text or "" for p in self.pieces)
+        return "".join(text_of(p.event) or "" for p in self.pieces)
 
     @property
     def events(self) -> list[Event]:
@@ -117,9 +118,9 @@ class ScriptedStage:
         self.link = self.hub.connect(address)
         assert self.link.send(message)
 
-    def put(self, run: bytes, output: str, index: int, *tensors: Tensor, **meta: Any) -> None:
+    def put(self, run: bytes, index: int, piece: OutputPiece, *tensors: Tensor) -> None:
         assert self.link is not None
-        assert self.link.put(Chunk(run, f"@{output}", index, False, tensors, meta))
+        assert self.link.put(Chunk(run, f"@{piece.kind}", index, False, tensors, piece))
 
     def read(self) -> None:
         self.got += [item for peer, item in self.hub.poll(0) if peer is not None]
@@ -141,10 +142,9 @@ class Scene:
         self.pipeline = pipeline
         self.clock = Clock()
         self.opener = FakeOpener()
-        self.states: dict[str, dict[str, Any]] = {s.name: {"state": "ready"} for s in pipeline.stages}
+        self.states = {stage.name: StageStatus(state="ready") for stage in pipeline.stages}
         self.hub = Hub(f"{pipeline.name}/", folder / "orchestrator.sock")
-        states = lambda: {name: dict(state) for name, state in self.states.items()}  # noqa: E731
-        self.orchestrator = Orchestrator(pipeline, deploy, self.hub, self.opener, states, self.clock)
+        self.orchestrator = Orchestrator(pipeline, deploy, self.hub, self.opener, lambda: self.states, self.clock)
         self.stages = {s.name: ScriptedStage(folder, pipeline, s.name) for s in pipeline.stages}
 
     def ask(self, request: GenerateRequest | None = None, request_id: str = "req", **media: int) -> Client:

@@ -14,7 +14,7 @@ from pathlib import Path
 import triton_python_backend_utils as pb_utils
 
 from triton_omni.backends.control import Hub
-from triton_omni.backends.control.messages import Ping
+from triton_omni.backends.control.messages import PingMessage
 from triton_omni.backends.control.records import InstanceRecord, touch_record, write_record
 from triton_omni.backends.supervisor.serve.processes import start_time
 
@@ -40,8 +40,8 @@ def answer(hub, folder, name):
     mute = folder / f"{name}.mute"
     while True:
         for peer, item in hub.poll(0.25):
-            if isinstance(item, Ping) and not mute.exists():
-                peer.send(Ping(state="ready"))
+            if isinstance(item, PingMessage) and not mute.exists():
+                peer.send(PingMessage(state="ready"))
         touch_record(folder, name, "0_0")
 """
 _CONFIG = """

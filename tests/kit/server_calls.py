@@ -10,7 +10,8 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from tests.kit.triton_server import RunningServer
+from tests.kit.budgets import RECOVERED_S, SLOTS_FREE_S
+from tests.kit.triton_server import RunningServer, wait_for
 from triton_omni.backends.control import probe
 
 HTTP_TIMEOUT_S = 30.0
@@ -49,13 +50,47 @@ def generate_stream(server: RunningServer, model: str = "toy", **body: Any) -> l
 def health(server: RunningServer, pipeline: str = "toy") -> dict[str, Any]:
     """The pipeline's own word on its state."""
     _, answer = generate(server, pipeline, request=json.dumps({"operation": "health"}))
-    return answer["event"]["meta"]
+    return answer["event"]["status"]
 
 
 def idle(server: RunningServer, pipeline: str = "toy") -> bool:
-    """True if no request is in work or waits and no stage has a run."""
+    """True if no request runs or waits and no stage has a run."""
     state = health(server, pipeline)
     return state["live"] == state["queued"] == 0 and all(s["live"] == 0 for s in state["stages"].values())
+
+
+def is_back(server: RunningServer, pipeline: str = "toy") -> bool:
+    """True if the supervisor, where there is one, and the pipeline say ready; False also while neither answers."""
+    try:
+        return server.health() in ("", "ready") and health(server, pipeline)["ready"]
+    except (OSError, KeyError, ValueError):
+        return False
+
+
+def wait_until_back(server: RunningServer, timeout_s: float, pipeline: str = "toy") -> None:
+    wait_for(lambda: is_back(server, pipeline), timeout_s, f"{pipeline} ready")
+
+
+def restarts(server: RunningServer, stage: str, pipeline: str = "toy") -> int:
+    """How often the stage's workers were started again."""
+    return health(server, pipeline)["stages"][stage]["restarts"]
+
+
+def wait_until_restarted(
+    server: RunningServer, stage: str, before: int, pipeline: str = "toy", timeout_s: float = RECOVERED_S
+) -> None:
+    """Wait until a worker of the stage that has died is back; `before`: restarts before its death. "ready" alone may be
+    the dead worker's: clients see a death a moment before the stub does."""
+
+    def is_restarted() -> bool:
+        return restarts(server, stage, pipeline) > before and is_back(server, pipeline)
+
+    wait_for(is_restarted, timeout_s, f"stage {stage} restarted")
+
+
+def wait_until_idle(server: RunningServer, pipeline: str = "toy", timeout_s: float = SLOTS_FREE_S) -> None:
+    """Wait until no stage holds anything; `timeout_s` where an engine may be inside a long step."""
+    wait_for(lambda: idle(server, pipeline), timeout_s, f"every slot of {pipeline} free")
 
 
 def metrics(server: RunningServer) -> dict[str, float]:

@@ -50,7 +50,7 @@ def echo(end: ShmConnector, item: Chunk | bytes) -> None:
     if isinstance(item, bytes):
         end.send(item)
         return
-    assert end.put(Chunk(item.run, item.edge, item.index, item.last, item.tensors, item.meta))
+    assert end.put(Chunk(item.run, item.edge, item.index, item.last, item.tensors, item.piece))
     end.release(item)
 
 

@@ -31,6 +31,7 @@ class SocketWorkerProcess(WorkerProcess):
         super().__init__(Command(Path("none"), ()))
         self.theirs: Hub | None = None
         self.kills = 0
+        self.stopped = False
         self._address = worker_address
 
     def start(self, now_s: float) -> socket.socket:
@@ -44,8 +45,12 @@ class SocketWorkerProcess(WorkerProcess):
     def due(self, now_s: float) -> bool:
         return self.theirs is None and super().due(now_s)
 
+    def is_stopped(self) -> bool:
+        return self.stopped
+
     def kill(self) -> None:
         self.kills += 1
+        self.stopped = False
         if self.theirs is not None:
             self.theirs.close()
             self.theirs = None

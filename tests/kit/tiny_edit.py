@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random checkpoints of Qwen-Image-Edit's two kinds on disk: for one picture and a mask, and for several."""
+"""Tiny random checkpoints of Qwen-Image-Edit's two kinds on disk: for one image and a mask, and for several."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def save_tiny_edit(folder: Path, seed: int = 0, several: bool = False, sources_a
     sizes = small.Sizes()
     tokenizer = small.make_tokenizer([PREFIX], SPECIAL)
     encoder = small.make_text_encoder(len(tokenizer), sizes, seed)
-    start, end, picture, film = tokenizer.convert_tokens_to_ids(list(SPECIAL))
+    start, end, image, video = tokenizer.convert_tokens_to_ids(list(SPECIAL))
     encoder.config.vision_start_token_id, encoder.config.vision_end_token_id = start, end
-    encoder.config.image_token_id, encoder.config.video_token_id = picture, film
+    encoder.config.image_token_id, encoder.config.video_token_id = image, video
     vae, transformer = small.make_vae(sizes, seed + 1), small.make_transformer(sizes, seed + 2)
     if sources_at_zero:  # no weight more or less
         weights = transformer.state_dict()
@@ -52,22 +52,22 @@ def save_tiny_edit(folder: Path, seed: int = 0, several: bool = False, sources_a
 
 
 def photo(width: int, height: int, seed: int = 0) -> np.ndarray:
-    """A smooth picture that is nowhere the same, (height, width, 3) uint8."""
+    """A smooth image without repetition, (height, width, 3) uint8."""
     y, x = np.mgrid[0:height, 0:width]
     waves = [np.sin(x / (7 + c + seed) + c) + np.cos(y / (5 + c) + seed) for c in range(3)]
     return ((np.stack(waves, -1) + 2) * 63).astype(np.uint8)
 
 
 def hole(width: int, height: int) -> np.ndarray:
-    """A mask (height, width) uint8 that lets the right half be drawn anew."""
+    """A mask (height, width) uint8 that lets the right half change."""
     mask = np.zeros((height, width), np.uint8)
     mask[:, width // 2 :] = 255
     return mask
 
 
-def edit_run(prompt: str, pictures: list[np.ndarray], mask: np.ndarray | None = None, **options: Any) -> Run:
+def edit_run(prompt: str, images: list[np.ndarray], mask: np.ndarray | None = None, **options: Any) -> Run:
     """A run of operation "edit" with these stage options."""
-    items = [*pictures, *([] if mask is None else [mask])]
+    items = [*images, *([] if mask is None else [mask])]
     parts: list[Part] = []
     for item in items:
         offset = sum(p.length for p in parts)

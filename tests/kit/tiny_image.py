@@ -26,7 +26,7 @@ def save_tiny_image(folder: Path, seed: int = 0) -> Path:
 
 
 def engine_of(folder: Path, device: str = "cpu", **options: Any) -> Any:
-    """A diffusion engine over a checkpoint; `options` are its deploy values. Everything shares a step."""
+    """A diffusion engine with these engine options; by default all runs are batched."""
     from triton_omni.backends.diffusion.engine import DiffusionEngine
 
     given = {"model": str(folder), "step_overhead_tokens": 100_000} | options
@@ -41,17 +41,17 @@ def image_run(prompt: str, **options: Any) -> Run:
 
 
 def finish(engine: Any, most_steps: int = 2000) -> list[EngineEvent]:
-    """Step until nothing is left to do; the events in order."""
+    """Step until the engine has no work; returns the events in order."""
     events: list[EngineEvent] = []
     for _ in range(most_steps):
         if not engine.has_work:
             return events
         events += engine.step()
-    raise AssertionError(f"still busy after {most_steps} steps")
+    raise AssertionError(f"still has work after {most_steps} steps")
 
 
-def draw_latents(engine: Any, runs: Sequence[Run]) -> tuple[list[Any], list[EngineEvent]]:
-    """Draw all runs; the latents of each after its last step, before they are decoded, and the events in order."""
+def generate_latents(engine: Any, runs: Sequence[Run]) -> tuple[list[Any], list[EngineEvent]]:
+    """Run all to the end; returns the latents of each after its last step, and the events in order."""
     for run in runs:
         engine.open(run)
     latents: dict[bytes, Any] = {}
@@ -62,10 +62,10 @@ def draw_latents(engine: Any, runs: Sequence[Run]) -> tuple[list[Any], list[Engi
     return [latents[run.id] for run in runs], events
 
 
-def pictures(events: Iterable[EngineEvent], run: Run) -> list[np.ndarray]:
-    """The run's final pictures, by index."""
-    found = [e for e in events if isinstance(e, EngineOutput) and e.run is run and not e.meta["partial"]]
-    assert [e.meta["index"] for e in found] == list(range(len(found)))
+def images_of(events: Iterable[EngineEvent], run: Run) -> list[np.ndarray]:
+    """The run's final images, by index."""
+    found = [e for e in events if isinstance(e, EngineOutput) and e.run is run and not e.piece.partial]
+    assert [e.piece.index for e in found] == list(range(len(found)))
     return [np.asarray(e.tensors[0].data) for e in found]
 
 

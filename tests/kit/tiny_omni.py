@@ -42,9 +42,9 @@ ROPE = {
     "rope_type": "default",
     "rope_theta": 1e6,
     "mrope_section": [8, 4, 4],
-    "mrope_interleaved": True,
     "interleaved": True,
 }
+"""As the published talker's config has it; the thinker's has `mrope_interleaved` as well."""
 
 
 def tiny_omni(folder: Path, real_ids: bool = False, speaks: bool = True) -> Path:
@@ -139,7 +139,6 @@ def _tokenizer(folder: Path) -> dict[str, int]:
         | roles,
     )
     _write(folder / "chat_template.json", {"chat_template": TEMPLATE})
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return ids
 
 
@@ -186,7 +185,7 @@ def _config(ids: dict[str, int], codes: int, books: int) -> dict[str, Any]:
             "deepstack_visual_indexes": [0, 1], "image_size": 128, "apply_vit_abs_pos_embed": True,
             "spatial_patch_size": 16, "tokens_per_second": 2,
         },
-        "text_config": attention | experts | long | {
+        "text_config": attention | experts | long | {"rope_parameters": ROPE | {"mrope_interleaved": True}} | {
             "vocab_size": VOCAB, "num_hidden_layers": 4, "norm_topk_prob": True,
             "shared_expert_intermediate_size": 0, "tie_word_embeddings": False,
         },

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tests.kit.budgets import within
 from triton_omni.backends.control.records import InstanceRecord, read_records
 from triton_omni.backends.repository import write
 from triton_omni.backends.supervisor.errors import SetupError
@@ -19,6 +20,8 @@ from triton_omni.backends.supervisor.serve.launch import LOCAL, Api, Launch, fre
 from triton_omni.backends.supervisor.serve.locate import find_server
 from triton_omni.backends.supervisor.serve.temporary import temporary_server
 
+VERSIONS: set[str] = set()
+"""Versions of the servers that this process started."""
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
 KEPT_LOGS = 40
@@ -94,8 +97,9 @@ class RunningServer:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: str = "condition") -> None:
-    """Wait for something a foreign process does; fails the test after the time-out."""
-    assert processes.wait_until(condition, timeout_s), f"not within {timeout_s} s: {what}"
+    """Wait for something that another process does; fails the test after the time-out, longer on a loaded machine."""
+    timeout_s = within(timeout_s)
+    assert processes.wait_until(condition, timeout_s), f"not within {timeout_s:.1f} s: {what}"
 
 
 @contextmanager
@@ -138,14 +142,14 @@ def _bare(
     try:
         processes.wait_until(lambda: launch.api().is_ready(2.0) or child.poll() is not None, timeout_s)
         assert child.poll() is None and launch.api().is_ready(2.0), f"server not ready:\n{_kept(log)}"
+        VERSIONS.add(launch.api().version())
         yield RunningServer(
             ports.http, ports.grpc, ports.metrics, 0, "", run_dir.path, run_dir.shm_prefix, child.pid, 0, log
         )
     finally:
-        known = run_dir.processes()
         processes.stop(child, STOP_TIMEOUT_S)
         _kept(log)
-        run_dir.remove(known)
+        run_dir.remove()
 
 
 def _supervised(
@@ -156,6 +160,7 @@ def _supervised(
     try:
         with log.open("ab") as sink, temporary_server(options, sink.fileno(), timeout_s, variables) as facts:
             run_dir = Path(facts["run_dir"])
+            VERSIONS.add(Api(LOCAL, facts["http_port"]).version())
             yield RunningServer(
                 facts["http_port"], facts["grpc_port"], facts["metrics_port"], facts["openai_port"], facts["key"],
                 run_dir, facts["shm_prefix"], facts["server_pid"], facts["supervisor_pid"], Path(facts["server_log"]),

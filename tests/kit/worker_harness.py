@@ -18,6 +18,7 @@ from triton_omni.backends.control.hub import Hub, Lost, Peer
 from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.engine import Engine
 from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling, encode_request
+from triton_omni.backends.core.outputs import TextPiece
 from triton_omni.backends.core.pipeline import Pipeline
 from triton_omni.backends.worker.loop import Worker
 
@@ -54,8 +55,8 @@ class Side:
             self.got.append(item)
             if isinstance(item, Chunk):
                 self.payloads.append(b"".join(bytes(t.data) for t in item.tensors))
-                if "text" in item.meta:
-                    self.texts.append(item.meta["text"])
+                if isinstance(item.piece, TextPiece) and item.piece.text:
+                    self.texts.append(item.piece.text)
                 if self.keeps_chunks:
                     self.held.append((peer, item))
                 else:
@@ -153,8 +154,9 @@ def bench(folder: Path, pipeline: Pipeline, stage: str, engine: Engine) -> Itera
         made.close()
 
 
-def chunk(run: bytes, edge: str, index: int, last: bool = False, *tensors: Tensor, **meta: Any) -> Chunk:
-    return Chunk(run, edge, index, last, tensors, meta)
+def chunk(run: bytes, edge: str, index: int, last: bool = False, *tensors: Tensor, token: int | None = None) -> Chunk:
+    piece = None if token is None else TextPiece(token_ids=(token,))
+    return Chunk(run, edge, index, last, tensors, piece)
 
 
 __all__ = ["Bench", "Clock", "Lost", "Side", "bench", "chat", "chunk"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 
@@ -12,17 +13,23 @@ from tests.kit.ar_worker import become_ar_worker
 from tests.kit.tiny_checkpoints import tiny_llama
 from triton_omni.backends.core.engine import EngineChunk, EngineFailed, EngineFinished
 from triton_omni.backends.core.errors import StageFailed
+from triton_omni.backends.core.outputs import TextPiece
 from triton_omni.backends.core.pipeline import EngineContext
-from triton_omni.backends.pipelines.chat.thinker import ChatPrompts
+from triton_omni.backends.pipelines.chat.thinker import ChatPromptBuilder
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(150)
 
 
-def ascii_feed(live, output):
-    """A pipeline's feed that knows ASCII only."""
-    output.outputs[0].text.encode("ascii")
-    return (EngineChunk(live.run, meta={"text": output.outputs[0].text}),)
+class AsciiFeed:
+    """A pipeline's feed that fails for text that is not ASCII."""
+
+    def __init__(self, state):
+        self.run = state.run
+
+    def chunks(self, output):
+        output.outputs[0].text.encode("ascii")
+        return (EngineChunk(self.run, piece=TextPiece(output.outputs[0].text)),)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +40,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(folder):
     options = {"model": str(folder), "dtype": "float32", "kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 8}
-    from triton_omni.backends.ar.engine import ArEngine  # vLLM: only once the process has its variables
+    # vLLM: only once the process has its variables
+    from triton_omni.backends.ar.chat_prompts import read_chat_template
+    from triton_omni.backends.ar.engine import ArEngine
 
-    engine = ArEngine(EngineContext("chat", "thinker", options), ChatPrompts, ascii_feed)
+    prompts = partial(ChatPromptBuilder, template=read_chat_template(str(folder)))
+    engine = ArEngine(EngineContext("chat", "thinker", options), prompts, AsciiFeed)
     yield engine
     engine.close()
 
@@ -58,7 +68,7 @@ def test_an_answer_that_the_feed_cannot_take_ends_alone(engine, folder):
         said = tokens(events[run])
         assert said == expected[: len(said)]
         assert sum(isinstance(event, EngineFailed) for event in events[run]) == 1
-    assert not engine.has_work and not engine.llm.has_unfinished_requests()
+    assert not engine.has_work and not engine.llm.engine.has_unfinished_requests()
     assert free_blocks(engine) == free
 
 
@@ -77,4 +87,4 @@ def test_an_answer_that_fails_in_its_last_step(engine):
     else:
         raise AssertionError("no answer failed")
     drain(engine, events)
-    assert len(tokens(events[other])) == 200 and not engine.llm.has_unfinished_requests()
+    assert len(tokens(events[other])) == 200 and not engine.llm.engine.has_unfinished_requests()

@@ -48,8 +48,24 @@ def woken():
 
 
 @pytest.fixture(scope="module")
-def engine(folder, woken):
-    engine = make_engine(folder, wake=woken.set)
+def logprobs_at_load():
+    """An item for each step of the engine's load that computed log-probabilities."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def engine(folder, woken, logprobs_at_load):
+    from vllm.v1.sample.sampler import Sampler
+
+    gather = Sampler.gather_logprobs
+
+    def counted(*args, **more):
+        logprobs_at_load.append(1)
+        return gather(*args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sampler, "gather_logprobs", staticmethod(counted))
+        engine = make_engine(folder, wake=woken.set)
     yield engine
     engine.close()
     gc.collect()
@@ -124,10 +140,10 @@ def test_joined_deltas_are_the_text_of_the_tokens(engine):
 def test_no_delta_is_empty_but_one_that_carries_left_over_tokens(engine):
     events = answer(engine, chat(PROMPTS[4], max_tokens=40, feeds=True))
     outputs = [e for e in events if isinstance(e, EngineOutput)]
-    assert all(e.meta["text"] for e in outputs[:-1])
+    assert all(e.piece.text for e in outputs[:-1])
     sends = [e for e in events if isinstance(e, EngineChunk)]
-    assert all(e.meta["text"] for e in sends)
-    assert "".join(e.meta["text"] for e in sends) == text(events)
+    assert all(e.piece.text for e in sends)
+    assert "".join(e.piece.text for e in sends) == text(events)
 
 
 def test_a_stop_string_ends_the_text_just_before_it(engine):
@@ -198,7 +214,7 @@ def test_a_seed_gives_the_same_answer_in_any_batch(engine):
 
 def test_logprobs_come_one_per_token(engine, reference):
     events = answer(engine, chat(PROMPTS[4], max_tokens=12, logprobs=3))
-    entries = [e for event in events if isinstance(event, EngineOutput) for e in event.meta["logprobs"]]
+    entries = [e for event in events if isinstance(event, EngineOutput) for e in event.piece.logprobs]
     assert [e["token_id"] for e in entries] == tokens(events) == reference[4][1][:12]
     for entry in entries:
         best = entry["top"][0]
@@ -225,7 +241,7 @@ SCHEMA = {
 @pytest.fixture
 def compilers(engine):
     """All of vLLM's threads that compile grammars are held: none is compiled until the event is set."""
-    pool, gate = engine.llm.engine_core.engine_core.structured_output_manager.executor, threading.Event()
+    pool, gate = engine.llm.engine.engine_core.engine_core.structured_output_manager.executor, threading.Event()
     held = [pool.submit(gate.wait, 60.0) for _ in range(pool._max_workers)]
     yield gate
     gate.set()
@@ -392,3 +408,8 @@ def test_a_long_transcript_is_refused_like_a_long_message(engine):
         engine.feed(run, {"index": 0, "text": "fox " * 3000}, True)
     assert caught.value.where == "messages"
     assert not engine.has_work
+
+
+def test_log_probabilities_are_computed_once_at_load(engine, logprobs_at_load):
+    """On a GPU vLLM compiles their kernel at first use, in a step that all runs wait for."""
+    assert logprobs_at_load == [1]

@@ -9,6 +9,7 @@ import pytest
 
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.engine_chain import Chain
+from tests.kit.gpu_devices import VLLM_DEVICES
 from tests.kit.omni_chats import CHATS, FRAMES, check, come_and_go, engines, free_blocks, references, request
 from tests.kit.tiny_omni import Reference, tiny_omni
 from triton_omni.backends.core.errors import BadRequest
@@ -29,9 +30,9 @@ def reference(folder):
     return references(Reference(folder))
 
 
-@pytest.fixture(scope="module")
-def chain(folder):
-    chain = Chain(PIPELINE, engines(folder))
+@pytest.fixture(scope="module", params=VLLM_DEVICES)
+def chain(request, folder):
+    chain = Chain(PIPELINE, engines(folder, device=request.param))
     yield chain
     chain.close()
     gc.collect()

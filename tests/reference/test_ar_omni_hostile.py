@@ -16,7 +16,7 @@ from triton_omni.backends.core.engine import EngineFailed, EngineFinished, Run
 from triton_omni.backends.core.errors import StageFailed
 from triton_omni.backends.core.generate import GenerateRequest, Sampling
 from triton_omni.backends.core.pipeline import EngineContext
-from triton_omni.backends.pipelines.qwen3_omni.adapters import Piece
+from triton_omni.backends.pipelines.qwen3_omni.adapters import TalkerInput
 from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 
 become_ar_worker()
@@ -46,13 +46,13 @@ def talker(folder):
     engine.close()
 
 
-def piece(config, media=None, words=(WORDS[0],)) -> Piece:
+def piece(config, media=None, words=(WORDS[0],)) -> TalkerInput:
     """The first piece: a user's turn of two media positions and a word, the header, and the first words."""
     sound = config.thinker_config.audio_token_id
     ids = [config.im_start_token_id, config.user_token_id, sound, sound, 31]
     ids += [config.im_start_token_id, config.assistant_token_id, 32]
     rows = np.full((2, config.talker_config.thinker_hidden_size), 0.1, np.float32) if media is None else media
-    return Piece(ids, list(words), rows)
+    return TalkerInput(ids, list(words), rows)
 
 
 def new_run(seed=5) -> Run:
@@ -70,7 +70,7 @@ def open_with(talker, run, *pieces):
 def spoken(talker, config, *others):
     """Codes of a good run, with `others` beside it: (run, pieces)."""
     run = new_run()
-    open_with(talker, run, piece(config), Piece([], list(WORDS[1:])))
+    open_with(talker, run, piece(config), TalkerInput([], list(WORDS[1:])))
     for other, pieces in others:
         open_with(talker, other, *pieces)
     events = drive.step_until_idle(talker)
@@ -88,26 +88,26 @@ def test_rows_that_grow_beyond_all_bounds_end_their_run_alone(talker, config):
     free = blocks_of(talker)
     for _ in range(3):
         bad = new_run(seed=6)
-        beside, events = spoken(talker, config, (bad, [piece(config, huge(config)), Piece([], list(WORDS[1:]))]))
+        beside, events = spoken(talker, config, (bad, [piece(config, huge(config)), TalkerInput([], list(WORDS[1:]))]))
         failed = drive.end(events[bad])
         assert isinstance(failed, EngineFailed) and isinstance(failed.error, StageFailed)
-        assert failed.error.where == "talker" and "bounds" in failed.error.message
+        assert failed.error.where == "talker" and "not finite" in failed.error.message
         assert not drive.codes(events[bad])
         assert beside == alone
         assert spoken(talker, config)[0] == alone, "what the failed run left in the cache was read"
-        assert blocks_of(talker) == free and not talker.has_work and not talker.llm.has_unfinished_requests()
+        assert blocks_of(talker) == free and not talker.has_work and not talker.llm.engine.has_unfinished_requests()
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda given, config: Piece([*given.prompt_ids, 10**6], given.token_ids, given.media), "token ids"),
-        (lambda given, config: Piece(given.prompt_ids, [-1], given.media), "token ids"),
-        (lambda given, config: Piece(given.prompt_ids, [40], None), "missing"),
-        (lambda given, config: Piece(given.prompt_ids, [40], given.media[:1]), "missing"),
-        (lambda given, config: Piece(given.prompt_ids, [40], given.media[:, :5]), "missing"),
-        (lambda given, config: Piece(given.prompt_ids, [40], given.media * np.nan), "no numbers"),
-        (lambda given, config: Piece([31, 32], [40]), "assistant"),
+        (lambda given, config: TalkerInput([*given.prompt_ids, 10**6], given.token_ids, given.media), "token ids"),
+        (lambda given, config: TalkerInput(given.prompt_ids, [-1], given.media), "token ids"),
+        (lambda given, config: TalkerInput(given.prompt_ids, [40], None), "missing"),
+        (lambda given, config: TalkerInput(given.prompt_ids, [40], given.media[:1]), "missing"),
+        (lambda given, config: TalkerInput(given.prompt_ids, [40], given.media[:, :5]), "missing"),
+        (lambda given, config: TalkerInput(given.prompt_ids, [40], given.media * np.nan), "not finite"),
+        (lambda given, config: TalkerInput([31, 32], [40]), "assistant"),
     ],
 )
 def test_a_piece_that_is_none_is_refused_and_leaves_nothing(talker, config, change, says):
@@ -117,22 +117,22 @@ def test_a_piece_that_is_none_is_refused_and_leaves_nothing(talker, config, chan
         talker.feed(run, change(piece(config), config), False)
     assert caught.value.where == "thinker->talker"
     talker.stop(run)
-    assert blocks_of(talker) == free and not talker.has_work and not talker.llm.has_unfinished_requests()
+    assert blocks_of(talker) == free and not talker.has_work and not talker.llm.engine.has_unfinished_requests()
 
 
 def test_a_word_that_is_none_in_mid_answer(talker, config):
     """As the worker does it: feed raises, then the run is stopped; the other one goes on."""
     alone, _ = spoken(talker, config)
     bad, good = new_run(seed=6), new_run()
-    open_with(talker, bad, piece(config), Piece([], list(WORDS[1:4])), Piece([], []))
+    open_with(talker, bad, piece(config), TalkerInput([], list(WORDS[1:4])), TalkerInput([], []))
     talker.stop(bad)
     for run in (bad, good):
         talker.open(run)
         assert talker.feed(run, piece(config), False)
     talker.step()
     with pytest.raises(StageFailed, match="token ids"):
-        talker.feed(bad, Piece([], [10**9]), False)
+        talker.feed(bad, TalkerInput([], [10**9]), False)
     talker.stop(bad)
-    assert talker.feed(good, Piece([], list(WORDS[1:])), True)
+    assert talker.feed(good, TalkerInput([], list(WORDS[1:])), True)
     rest = drive.step_until_idle(talker)
     assert np.concatenate(drive.codes(rest[good])).tolist() == alone[1:]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.engine_chain import Chain
+from tests.kit.gpu_devices import VLLM_DEVICES
 from tests.kit.omni_chats import check, engines
 from tests.kit.omni_media import CASES, our_request, see
 from tests.kit.tiny_omni import Reference, tiny_omni
@@ -33,10 +34,10 @@ def reference(folder):
     return {name: see(model, case) for name, case in CASES.items()}
 
 
-@pytest.fixture(scope="module")
-def chain(folder):
+@pytest.fixture(scope="module", params=VLLM_DEVICES)
+def chain(request, folder):
     limits = {"limit_mm_per_prompt": {"audio": 2, "image": 2, "video": 1}}
-    chain = Chain(PIPELINE, engines(folder, limits | {"max_num_batched_tokens": 1024}))
+    chain = Chain(PIPELINE, engines(folder, limits | {"max_num_batched_tokens": 1024}, device=request.param))
     yield chain
     chain.close()
     gc.collect()
@@ -93,4 +94,4 @@ def test_too_many_or_too_long_media_are_refused(chain, case, schema):
     assert caught.value.where == "messages"
     assert not chain.engines["thinker"].has_work
     for engine in chain.engines.values():
-        assert not engine.llm.has_unfinished_requests()
+        assert not engine.llm.engine.has_unfinished_requests()

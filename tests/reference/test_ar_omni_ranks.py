@@ -69,7 +69,7 @@ def single(folder):
 
 def ranks_of(engine):
     """The processes of an engine's ranks."""
-    return [worker.proc for worker in engine.llm.model_executor.workers]
+    return [worker.proc for worker in engine.llm.engine.model_executor.workers]
 
 
 def row_runs(worker):
@@ -106,7 +106,7 @@ def test_all_ranks_hold_the_same_rows_bit_for_bit(chain):
     job = chain.open(request(2, sampling=Sampling(temperature=0.0, max_tokens=30, seed=5)))
     while len(job.sent("talker", "codes")) < 8:
         chain.turn()
-    first, second = chain.engines["talker"].llm.collective_rpc(row_runs)
+    first, second = chain.engines["talker"].llm.engine.collective_rpc(row_runs)
     assert first == second
     assert [len(sums) for _, sums in first] == [len(job.sent("talker", "codes"))]
     chain.run()
@@ -133,7 +133,7 @@ def test_joining_and_leaving_change_nothing_and_free_everything(chain, reference
     job = chain.open(request(0))
     while not job.sent("talker", "codes").size:
         chain.turn()
-    for runs in chain.engines["talker"].llm.collective_rpc(row_runs):
+    for runs in chain.engines["talker"].llm.engine.collective_rpc(row_runs):
         assert len(runs) == 1, "a rank still holds runs that are over"
     chain.run()
 

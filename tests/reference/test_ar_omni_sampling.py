@@ -14,7 +14,7 @@ from tests.kit.ar_runs import await_grammars
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.engine_chain import Chain
 from tests.kit.omni_chats import CHATS, FRAMES, check, engines, request
-from tests.kit.tiny_omni import Reference, tiny_omni
+from tests.kit.tiny_omni import TEMPLATE, Reference, tiny_omni
 from triton_omni.backends.core.engine import EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
@@ -100,7 +100,7 @@ def test_logprobs_are_transformers(chain, reference):
     import torch
 
     job = answer(chain, request(3, sampling=Sampling(temperature=0.0, max_tokens=CHATS[3][1], logprobs=3)))
-    entries = [e for event in job.events["thinker"] if isinstance(event, EngineOutput) for e in event.meta["logprobs"]]
+    entries = [e for event in job.events["thinker"] if isinstance(event, EngineOutput) for e in event.piece.logprobs]
     ids = torch.tensor([spoken(reference, 3).prompt_ids + job.tokens()])
     with torch.no_grad():
         rows = reference.model.thinker(input_ids=ids).logits[0].log_softmax(-1)[-len(entries) - 1 : -1]
@@ -149,21 +149,45 @@ def test_each_stage_may_have_its_own_seed(chain):
 
 
 def test_residual_codes_are_drawn_as_transformers_draws_them(reference):
+    """Pearson's chi-squared test of 20,000 draws, each with its own seed, against transformers' distribution."""
     import torch
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-    from triton_omni.backends.pipelines.qwen3_omni.network import choose, residual_chances
+    from triton_omni.backends.ar.code_predictor import draw, kept, mix
+    from triton_omni.backends.pipelines.qwen3_omni.network import RESIDUAL_SAMPLING
 
     how = _how_transformers_draws(reference)
+    assert (RESIDUAL_SAMPLING.top_k, RESIDUAL_SAMPLING.top_p) == (how["top_k"], how["top_p"])
     generator = torch.Generator().manual_seed(1)
+    draws = 20_000
+    keys, never = mix(torch.arange(draws)), torch.zeros(draws, dtype=torch.bool)
     for scale in (0.1, 1.0, 4.0, 20.0):
         logits = torch.randn(128, generator=generator) * scale
         warped = TopPLogitsWarper(how["top_p"])(None, TopKLogitsWarper(how["top_k"])(None, logits[None]))
         expected = warped[0].softmax(-1)
-        assert torch.allclose(residual_chances(logits), expected, atol=1e-6)
-        draws = 4000
-        drawn = choose(logits.expand(draws, -1), [generator] * draws).bincount(minlength=128) / draws
-        assert (drawn - expected).abs().max() < 4.5 * (0.25 / draws) ** 0.5
+        values, codes = logits.topk(how["top_k"])
+        ours = kept(values[None], how["top_p"]).softmax(-1)[0]
+        assert torch.allclose(ours, expected[codes], atol=1e-6)
+        counts = draw(logits.expand(draws, -1), keys, never, RESIDUAL_SAMPLING).bincount(minlength=128).double()
+        possible = expected > 0
+        assert not counts[~possible].any()
+        means = expected[possible].double() * draws
+        degrees = int(possible.sum()) - 1
+        chi_squared = float(((counts[possible] - means) ** 2 / means).sum())
+        assert chi_squared < degrees + 4.5 * (2 * degrees) ** 0.5 + 1e-9, (scale, chi_squared, degrees)
+
+
+def test_greedy_residual_codes_are_the_best(reference):
+    import torch
+
+    from triton_omni.backends.ar.code_predictor import draw, mix
+    from triton_omni.backends.pipelines.qwen3_omni.network import RESIDUAL_SAMPLING
+
+    logits = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    greedy = torch.arange(64) % 2 == 0
+    codes = draw(logits, mix(torch.arange(64)), greedy, RESIDUAL_SAMPLING)
+    assert torch.equal(codes[greedy], logits.argmax(-1)[greedy])
+    assert not torch.equal(codes, logits.argmax(-1))
 
 
 def _how_transformers_draws(reference):
@@ -195,7 +219,7 @@ def test_json_of_a_schema(chain):
 def test_forced_calls_are_calls_and_are_not_spoken(chain, choice, names):
     given = request(0, tools=(WEATHER, CLOCK), tool_choice=choice, sampling=Sampling(temperature=0.0, max_tokens=100))
     job = answer(chain, given)
-    calls = [c for e in job.events["thinker"] if isinstance(e, EngineOutput) for c in e.meta.get("tool_calls", [])]
+    calls = [c for e in job.events["thinker"] if isinstance(e, EngineOutput) for c in e.piece.tool_calls]
     assert calls and {call["name"] for call in calls} <= names
     for call in calls:
         arguments = json.loads(call["arguments"])
@@ -237,5 +261,7 @@ def test_earlier_calls_and_their_results_are_read(chain, reference):
         {"role": "tool", "content": "rain"},
     ]
     tokenizer = reference.processor.tokenizer
-    text = tokenizer.apply_chat_template(chat, tools=[WEATHER], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        chat, tools=[WEATHER], chat_template=TEMPLATE, tokenize=False, add_generation_prompt=True
+    )
     assert job.end("thinker").usage["prompt_tokens"] == len(tokenizer.encode(text, add_special_tokens=False))

@@ -83,15 +83,15 @@ class Seen:
     """triton_omni.backends.ar.hooks.Taps and Rows that keep what they are given."""
 
     def __init__(self):
-        self.notes = []
+        self.events = []
 
-    def take(self, notes):
-        self.notes += notes
+    def apply(self, events):
+        self.events += events
 
-    def made(self):
-        return "made"
+    def step_result(self):
+        return "result"
 
-    def tapped(self, spans, token_ids, layers):
+    def on_forward(self, spans, token_ids, layers):
         self.taps = [dataclasses.astuple(span) for span in spans], token_ids.tolist(), layers[0].shape
 
     def positions(self, key):
@@ -101,18 +101,20 @@ class Seen:
         for span in spans:
             rows[span.start : span.start + span.count] = span.position + 1
 
-    def sampled(self, keys, hidden, tokens):
+    def on_sampled(self, keys, hidden, tokens):
         self.tokens = keys, hidden.tolist(), tokens
 
 
 @pytest.fixture
 def runner():
-    from triton_omni.backends.ar.upstream_v2 import HookedRunner
+    from triton_omni.backends.ar.upstream_v2 import V2HookedRunner
 
-    hooked = type("Hooked", (HookedRunner, Runner), {})()
+    hooked = type("Hooked", (V2HookedRunner, Runner), {})()
     hooked.load_model()
     hooked.taps = hooked.rows = Seen()
-    hooked.add_requests(SimpleNamespace(scheduled_new_reqs=[new("a", "A"), new("b", "B")], omni_notes=["note"]))
+    hooked.add_requests(
+        SimpleNamespace(scheduled_new_reqs=[new("a", "A"), new("b", "B")], omni_control_events=["event"])
+    )
     return hooked
 
 
@@ -121,11 +123,11 @@ def test_layers_are_tapped_by_run(runner):
     runner.execute_model_state = SimpleNamespace(input_batch=runner.batch, aux_hidden_states=[torch.zeros(6, 2)])
     out = runner.sample_tokens(None)
     assert runner.taps.taps == ([("A", 0, 0, 3, True), ("B", 7, 3, 1, False)], [0, 1, 2, 3], (4, 2))
-    assert out.model_runner_output.omni_made == "made"
+    assert out.model_runner_output.omni_step_result == "result"
 
 
 def test_rows_go_in_and_sampled_tokens_come_out(runner):
-    assert runner.rows.notes == ["note"]
+    assert runner.rows.events == ["event"]
     assert runner.model_state.prepare_inputs_embeds({}, runner.batch, None)[:, 0].tolist() == [1, 1, 1, 8]
     runner.execute_model_state = None
     runner.sample_tokens(None)
@@ -159,7 +161,7 @@ def test_what_is_held_on_to_exists():
     from triton_omni.backends.ar import upstream_v2
 
     for hooks, theirs in (
-        (upstream_v2.HookedRunner, GPUModelRunner),
+        (upstream_v2.V2HookedRunner, GPUModelRunner),
         (upstream_v2.HookedModelState, DefaultModelState),
     ):
         for name, ours in inspect.getmembers(hooks, inspect.isfunction):

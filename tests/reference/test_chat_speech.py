@@ -86,7 +86,7 @@ def speak(talker: TalkerEngine, code2wav: CodecEngine, text: str) -> np.ndarray:
     return drive.audio(drive.run_with(code2wav, drive.new_run(upstream={"talker"}), [*chunks, drive.codes_chunk(None)]))
 
 
-def transcribe(transcriber: TranscriberEngine, sounds: list[np.ndarray], rate_hz: int = SAMPLE_RATE_HZ) -> list[str]:
+def hear(transcriber: TranscriberEngine, sounds: list[np.ndarray], rate_hz: int = SAMPLE_RATE_HZ) -> list[str]:
     """What is understood of each sound, all sent as the audio parts of one request."""
     offsets = np.cumsum([0, *map(len, sounds)])
     parts = tuple(
@@ -99,9 +99,9 @@ def transcribe(transcriber: TranscriberEngine, sounds: list[np.ndarray], rate_hz
     )
     events = drive.run_with(transcriber, run)
     drive.end(events)
-    sent = [event.meta for event in events if isinstance(event, EngineChunk)]
-    assert [meta["index"] for meta in sent] == list(range(len(sounds)))
-    return [meta["text"] for meta in sent]
+    sent = [event.piece for event in events if isinstance(event, EngineChunk)]
+    assert [piece.part for piece in sent] == list(range(len(sounds)))
+    return [piece.text for piece in sent]
 
 
 def words(text: str) -> list[str]:
@@ -125,7 +125,7 @@ def test_spoken_sentences_are_understood(
     began_s = clock()
     sounds = [speak(talker, code2wav, sentence) for sentence in SENTENCES]
     spoke_s, began_s = clock() - began_s, clock()
-    heard = transcribe(transcriber, sounds)
+    heard = hear(transcriber, sounds)
     heard_s = clock() - began_s
     seconds = sum(map(len, sounds)) / SAMPLE_RATE_HZ
     errors = [word_errors(words(said), words(got)) for said, got in zip(SENTENCES, heard, strict=True)]
@@ -175,7 +175,7 @@ def test_recordings_are_understood(transcriber: TranscriberEngine) -> None:
     fox, rate_hz = recording("quick_brown_fox")
     hello, same_hz = recording("hello_world")
     assert rate_hz == same_hz
-    heard = transcribe(transcriber, [fox, hello], rate_hz)
+    heard = hear(transcriber, [fox, hello], rate_hz)
     assert words(heard[0]) == ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
     assert "hello" in words(heard[1])
 
@@ -234,12 +234,12 @@ def timed_words(transcriber: TranscriberEngine, sound: np.ndarray, rate_hz: int 
     run = drive.new_run(request, inputs={"audio": Tensor.of("audio", sound)})
     run.wanted, run.feeds = frozenset({"transcript"}), False
     events = drive.run_with(transcriber, run)
-    text = "".join(event.meta["text"] for event in events if isinstance(event, EngineOutput))
-    words = [word for event in events if isinstance(event, EngineOutput) for word in event.meta["words"]]
+    text = "".join(event.piece.text for event in events if isinstance(event, EngineOutput))
+    words = [word for event in events if isinstance(event, EngineOutput) for word in event.piece.words]
     assert " ".join(word["word"] for word in words) == text
     return words
 
 
 def test_counting_is_understood(transcriber: TranscriberEngine) -> None:
-    (heard,) = transcribe(transcriber, [recording("counting")[0]], recording("counting")[1])
+    (heard,) = hear(transcriber, [recording("counting")[0]], recording("counting")[1])
     assert re.sub(r"\D", "", heard) == "12345678910", heard  # Whisper writes digits

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped model draws what it is asked for, as read by somebody who saw only real digits that it never saw."""
+"""Images of the shipped model match their prompts, as classified by a reader trained on held-out real digits."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kit.tiny_image import engine_of, finish, image_run, pictures, save_tiny_image
+from tests.kit.tiny_image import engine_of, finish, image_run, images_of, save_tiny_image
+from triton_omni.backends.pipelines.image import pipeline
 from triton_omni.backends.tools.digits import data
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.models, pytest.mark.timeout(280)]
 
-FOLDER = Path(data.__file__).parent
-DRAWN = 100
+MODEL = Path(pipeline.__file__).with_name("digits")
+IMAGES = 100
 STEPS = {"steps": 12, "true_cfg_scale": 2.5, "negative_prompt": " "}
 
 
 @pytest.fixture(scope="module")
 def reader() -> data.Reader:
-    with np.load(FOLDER / "digits_held_out.npz") as held_out:
-        return data.Reader(held_out["digits"], held_out["labels"])
+    return data.held_out_reader()
 
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    return engine_of(FOLDER / "digits", step_overhead_tokens=256)
+    return engine_of(MODEL, step_overhead_tokens=256)
 
 
 def readings(engine: Any, reader: data.Reader, prompts: Iterable[str], size: tuple[int, int]) -> list[data.Reading]:
-    """Draw all prompts in one engine life, and read the pictures."""
+    """Generate images for all prompts in one batch and read them."""
     runs = [image_run(prompt, width=size[0], height=size[1], seed=seed, **STEPS) for seed, prompt in enumerate(prompts)]
     for run in runs:
         engine.open(run)
     events = finish(engine, most_steps=20_000)
-    return [reader.read(pictures(events, run)[0]) for run in runs]
+    return [reader.read(images_of(events, run)[0]) for run in runs]
 
 
-def test_the_reader_knows_real_digits(reader: data.Reader) -> None:
-    with np.load(FOLDER / "digits_held_out.npz") as held_out:
+def test_reader_recognizes_real_digits(reader: data.Reader) -> None:
+    with np.load(data.HELD_OUT) as held_out:
         digits, labels = held_out["digits"], held_out["labels"]
     half = len(digits) // 2
     student = data.Reader(digits[:half], labels[:half])
@@ -51,13 +51,13 @@ def test_the_reader_knows_real_digits(reader: data.Reader) -> None:
 
 
 @pytest.mark.parametrize("size", [(64, 64), (96, 64), (128, 128)])
-def test_digits_and_colours_are_what_was_asked_for(engine: Any, reader: data.Reader, size: tuple[int, int]) -> None:
-    prompts, wanted = zip(*data.evaluation_set(DRAWN), strict=True)
+def test_digits_and_colors_match_the_prompts(engine: Any, reader: data.Reader, size: tuple[int, int]) -> None:
+    prompts, wanted = zip(*data.evaluation_set(IMAGES), strict=True)
     seen = readings(engine, reader, prompts, size)
     digits = np.mean([s.digit == w.digit for s, w in zip(seen, wanted, strict=True)])
-    colours = np.mean([s[1:] == w[1:] for s, w in zip(seen, wanted, strict=True)])
+    colors = np.mean([s[1:] == w[1:] for s, w in zip(seen, wanted, strict=True)])
     assert digits >= 0.95, f"digits {digits}"
-    assert colours >= 0.98, f"colours {colours}"
+    assert colors >= 0.98, f"colors {colors}"
 
 
 def test_a_red_seven_on_yellow(engine: Any, reader: data.Reader) -> None:
@@ -65,7 +65,7 @@ def test_a_red_seven_on_yellow(engine: Any, reader: data.Reader) -> None:
     assert seen.count(data.Reading(7, "red", "yellow")) >= 9
 
 
-def test_a_random_model_is_not_mistaken_for_a_good_one(tmp_path: Path, reader: data.Reader) -> None:
+def test_random_model_fails_the_evaluation(tmp_path: Path, reader: data.Reader) -> None:
     prompts, wanted = zip(*data.evaluation_set(40), strict=True)
     seen = readings(engine_of(save_tiny_image(tmp_path / "tiny")), reader, prompts, (64, 64))
     assert np.mean([s.digit == w.digit for s, w in zip(seen, wanted, strict=True)]) <= 0.3

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kit.diffusers_edit import bring_to_source_pixels, edited_by, stock_of
+from tests.kit.diffusers_edit import edit_with, load_stock, use_small_source_size
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo, save_tiny_edit
-from tests.kit.tiny_image import draw_latents, ends, engine_of, finish, image_run, pictures
+from tests.kit.tiny_image import ends, engine_of, finish, generate_latents, image_run, images_of
 from triton_omni.backends.core.engine import EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest
 
@@ -39,11 +39,11 @@ def zero_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    bring_to_source_pixels(monkeypatch)
+    use_small_source_size(monkeypatch)
 
 
 def whole() -> list[Run]:
-    """Edits of whole pictures, with every kind of difference that a batch may hold."""
+    """Edits of whole images, that differ in every way that a batch allows."""
     wide, tall, square = photo(150, 60, 1), photo(40, 90, 2), photo(64, 64, 3)
     return [
         edit_run("a red handwritten 7", [square], steps=5, seed=1),
@@ -79,29 +79,29 @@ CASES = {
 @pytest.mark.usefixtures("small_stock")
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize(("batching", "tolerance"), [("seq", 0.0), ("pad", 1e-5), ("packed", 1e-5)])
-def test_edits_are_those_of_the_stock_pipeline(
+def test_edits_equal_the_stock_pipeline(
     request: pytest.FixtureRequest, case: str, batching: str, tolerance: float
 ) -> None:
     from triton_omni.backends.diffusion import upstream
 
     fixture, kind, make = CASES[case]
     folder = request.getfixturevalue(fixture)
-    stock = stock_of(getattr(upstream, kind), folder)
+    stock = load_stock(getattr(upstream, kind), folder)
     engine = engine_of(folder, batching=batching, defaults=SMALL)
     runs = make()
-    latents, events = draw_latents(engine, runs)
+    latents, events = generate_latents(engine, runs)
     for run, ours in zip(runs, latents, strict=True):
         assert [type(e) for e in ends(events, run)] == [EngineFinished]
-        assert float(np.abs(ours.numpy() - np.stack(edited_by(stock, run, "latent"))).max()) <= tolerance
-        for ours, theirs in zip(pictures(events, run), edited_by(stock, run, "pil"), strict=True):
+        assert float(np.abs(ours.numpy() - np.stack(edit_with(stock, run, "latent"))).max()) <= tolerance
+        for ours, theirs in zip(images_of(events, run), edit_with(stock, run, "pil"), strict=True):
             assert ours.shape == theirs.shape
             assert int(np.abs(ours.astype(int) - theirs.astype(int)).max()) <= (1 if tolerance else 0)
 
 
-def test_sizes_are_those_of_the_stock_pipelines() -> None:
+def test_source_sizes_equal_the_stock_pipelines() -> None:
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
-    from triton_omni.backends.diffusion.description import source_size
+    from triton_omni.backends.diffusion.image_params import source_size
 
     for height in range(1, 1400, 23):
         for width in range(1, 1400, 29):
@@ -111,26 +111,26 @@ def test_sizes_are_those_of_the_stock_pipelines() -> None:
 
 @pytest.mark.soak  # a minute alone, many where others use the cores, too
 @pytest.mark.parametrize("with_mask", [False, True])
-def test_a_picture_is_brought_to_a_megapixel_as_the_stock_pipeline_does(folder, with_mask: bool) -> None:
+def test_source_image_is_resized_to_a_megapixel_as_by_the_stock_pipeline(folder, with_mask: bool) -> None:
     from triton_omni.backends.diffusion.upstream import QwenImageEditInpaintPipeline, QwenImageEditPipeline
 
     run = edit_run("a red 7", [photo(300, 170)], hole(300, 170) if with_mask else None, steps=2, seed=1)
     engine = engine_of(folder)
     engine.open(run)
-    (ours,) = pictures(finish(engine), run)
-    stock = stock_of(QwenImageEditInpaintPipeline if with_mask else QwenImageEditPipeline, folder)
-    (theirs,) = edited_by(stock, run, "pil")
+    (ours,) = images_of(finish(engine), run)
+    stock = load_stock(QwenImageEditInpaintPipeline if with_mask else QwenImageEditPipeline, folder)
+    (theirs,) = edit_with(stock, run, "pil")
     assert ours.shape == theirs.shape == (768, 1376, 3)
     assert int(np.abs(ours.astype(int) - theirs.astype(int)).max()) <= 1
 
 
-# --- beside pictures from text -------------------------------------------------------------------------------
+# --- beside images from text -------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def engine(folder) -> Any:
     return engine_of(folder, defaults=SMALL)
 
 
-def test_an_edit_checkpoint_also_draws_from_text_in_the_same_steps(folder, engine: Any) -> None:
+def test_edit_checkpoint_also_generates_from_text_in_the_same_batch(folder, engine: Any) -> None:
     from triton_omni.backends.diffusion.upstream import QwenImagePipeline
 
     drawn = image_run("a blue 5", width=64, height=96, steps=5, seed=3, negative_prompt=" ", true_cfg_scale=2.0)
@@ -146,36 +146,36 @@ def test_an_edit_checkpoint_also_draws_from_text_in_the_same_steps(folder, engin
         "a blue 5", negative_prompt=" ", true_cfg_scale=2.0, width=64, height=96, num_inference_steps=5,
         generator=torch.Generator().manual_seed(3),
     ).images  # fmt: skip
-    assert int(np.abs(pictures(events, drawn)[0].astype(int) - np.asarray(theirs).astype(int)).max()) <= 1
+    assert int(np.abs(images_of(events, drawn)[0].astype(int) - np.asarray(theirs).astype(int)).max()) <= 1
 
 
 def stock_parts(folder: Path) -> dict[str, Any]:
     from triton_omni.backends.diffusion.upstream import QwenImageEditPipeline
 
-    return stock_of(QwenImageEditPipeline, folder).components
+    return load_stock(QwenImageEditPipeline, folder).components
 
 
-def test_what_a_mask_keeps_stays_and_the_rest_changes(engine: Any) -> None:
+def test_unmasked_region_stays_and_the_rest_changes(engine: Any) -> None:
     source = photo(128, 128)
     run = edit_run("a red 7", [source], hole(128, 128), steps=6, seed=1, partial_images=2)
     engine.open(run)
-    drawing = run.state
-    while drawing.steps_left:
+    state = run.state
+    while state.steps_left:
         events = engine.step()
     events = [*events, *finish(engine)]
-    kept = drawing.kept.mask == 0
+    kept = state.inpaint.mask == 0
     assert 0.4 < float(kept.float().mean()) < 0.6
-    assert torch.equal(drawing.latents[kept], drawing.condition[kept])
-    assert not torch.isclose(drawing.latents[~kept], drawing.condition[~kept]).all()
-    assert [e.meta["partial"] for e in events if isinstance(e, EngineOutput)][-1] is False
+    assert torch.equal(state.latents[kept], state.condition[kept])
+    assert not torch.isclose(state.latents[~kept], state.condition[~kept]).all()
+    assert [e.piece.partial for e in events if isinstance(e, EngineOutput)][-1] is False
 
 
-def test_tokens_of_pictures_are_counted(engine: Any) -> None:
+def test_usage_counts_image_tokens(engine: Any) -> None:
     run = edit_run("a red 7", [photo(128, 128)], steps=2, seed=1)
     engine.open(run)
     (end,) = ends(finish(engine), run)
     assert isinstance(end, EngineFinished)
-    assert end.usage["prompt_image_tokens"] == 25  # 128 is brought to 5 x 28
+    assert end.usage["prompt_image_tokens"] == 25  # 128 is resized to 5 x 28
     assert 25 < end.usage["prompt_tokens"] < 45
     assert end.usage["completion_tokens"] == 64
 
@@ -189,16 +189,16 @@ def test_special_tokens_in_an_edit_prompt_are_text(engine: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "items", "mask", "where", "says"),
     [
-        ("x", [], None, "messages", "needs a picture"),
-        (" ", [photo(64, 64)], None, "messages", "needs a description"),
-        ("x", [photo(64, 64), photo(64, 64)], None, "messages[0].content[1]", "takes 1 at a time"),
+        ("x", [], None, "messages", "needs an image"),
+        (" ", [photo(64, 64)], None, "messages", "must not be empty"),
+        ("x", [photo(64, 64), photo(64, 64)], None, "messages[0].content[1]", "takes at most 1 image"),
         ("x", [photo(64, 64)], hole(64, 32), "messages[0].content[1].shape", "height and width"),
         ("x", [photo(640, 64)], None, "messages[0].content[0].shape", "640x64"),
         ("x", [np.zeros((8, 8, 4), np.uint8)], None, "messages[0].content[0].shape", "height, width, 3"),
-        ("red " * 3000, [photo(64, 64)], None, "messages", "tokens long"),
+        ("red " * 3000, [photo(64, 64)], None, "messages", "must be at most 512 tokens"),
     ],
 )
-def test_an_edit_that_cannot_be_made_is_refused(
+def test_invalid_edit_is_refused(
     engine: Any, prompt: str, items: list[np.ndarray], mask: np.ndarray | None, where: str, says: str
 ) -> None:
     with pytest.raises(BadRequest, match=says) as caught:
@@ -207,16 +207,16 @@ def test_an_edit_that_cannot_be_made_is_refused(
     assert not engine.has_work
 
 
-def test_a_mask_fixes_the_size(engine: Any) -> None:
+def test_mask_fixes_the_size(engine: Any) -> None:
     with pytest.raises(BadRequest, match="128x128") as caught:
         engine.open(edit_run("x", [photo(64, 64)], hole(64, 64), width=64, height=64, steps=2))
     assert caught.value.where == "stages.denoiser.width"
 
 
-def test_each_kind_of_checkpoint_says_what_it_cannot_do(several_folder, tmp_path: Path) -> None:
+def test_unsupported_inputs_of_each_checkpoint_kind_are_named(several_folder, tmp_path: Path) -> None:
     from tests.kit.tiny_image import save_tiny_image
 
-    with pytest.raises(BadRequest, match="takes no mask") as caught:
+    with pytest.raises(BadRequest, match="does not take a mask") as caught:
         engine_of(several_folder, defaults=SMALL).open(edit_run("x", [photo(64, 64)], hole(64, 64), steps=2))
     assert caught.value.where == "messages[0].content[1]"
     with pytest.raises(BadRequest, match="text only"):
@@ -228,4 +228,4 @@ def test_tiled_and_bfloat16_edits(folder) -> None:
         engine = engine_of(folder, defaults=SMALL, **options)
         run = edit_run("a red 7", [photo(64, 64)], hole(64, 64), steps=3, seed=1)
         engine.open(run)
-        assert pictures(finish(engine), run)[0].shape == (128, 128, 3)
+        assert images_of(finish(engine), run)[0].shape == (128, 128, 3)

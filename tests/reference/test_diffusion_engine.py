@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The diffusion engine against diffusers' own pipeline on a tiny random checkpoint, and its promises about steps."""
+"""The diffusion engine against diffusers' own pipeline on a tiny random checkpoint, and its promises about  steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kit.tiny_image import draw_latents, ends, engine_of, finish, image_run, pictures, save_tiny_image
+from tests.kit.tiny_image import ends, engine_of, finish, generate_latents, image_run, images_of, save_tiny_image
 from triton_omni.backends.core.engine import EngineFailed, EngineFinished, EngineOutput, EngineProgress, Run
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest
@@ -41,7 +41,7 @@ def engine(folder) -> Any:
 
 
 def mixed() -> list[Run]:
-    """Every kind of difference that a batch may hold."""
+    """Runs that differ in every way that a batch allows."""
     return [
         image_run("a red handwritten 7 on a white background", width=64, height=64, steps=6, seed=1),
         image_run("3", negative_prompt=" ", true_cfg_scale=2.5, width=64, height=64, steps=9, seed=2),
@@ -52,7 +52,7 @@ def mixed() -> list[Run]:
     ]
 
 
-def drawn_by(pipe: Any, run: Run, output: str) -> list[np.ndarray]:
+def generate_with(pipe: Any, run: Run, output: str) -> list[np.ndarray]:
     asked = run.request.stages["denoiser"]
     negative = asked.get("negative_prompt")
     return [
@@ -72,14 +72,14 @@ def drawn_by(pipe: Any, run: Run, output: str) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(("batching", "most_levels"), [("seq", 0), ("pad", 1), ("packed", 1)])
-def test_pictures_are_those_of_the_stock_pipeline(folder, stock: Any, batching: str, most_levels: int) -> None:
+def test_images_equal_the_stock_pipeline(folder, stock: Any, batching: str, most_levels: int) -> None:
     engine = engine_of(folder, batching=batching)
     runs = mixed()
     for run in runs:
         engine.open(run)
     events = finish(engine)
     for run in runs:
-        ours, theirs = pictures(events, run), drawn_by(stock, run, "pil")
+        ours, theirs = images_of(events, run), generate_with(stock, run, "pil")
         assert len(ours) == len(theirs)
         for one, other in zip(ours, theirs, strict=True):
             assert one.shape == other.shape
@@ -88,16 +88,16 @@ def test_pictures_are_those_of_the_stock_pipeline(folder, stock: Any, batching: 
 
 
 @pytest.mark.parametrize(("batching", "tolerance"), [("seq", 0.0), ("pad", 1e-5), ("packed", 1e-5)])
-def test_latents_are_those_of_the_stock_pipeline(folder, stock: Any, batching: str, tolerance: float) -> None:
+def test_latents_equal_the_stock_pipeline(folder, stock: Any, batching: str, tolerance: float) -> None:
     engine = engine_of(folder, batching=batching)
     runs = mixed()
-    latents, _ = draw_latents(engine, runs)
+    latents, _ = generate_latents(engine, runs)
     for run, ours in zip(runs, latents, strict=True):
-        theirs = np.stack(drawn_by(stock, run, "latent"))
+        theirs = np.stack(generate_with(stock, run, "latent"))
         assert float(np.abs(ours.numpy() - theirs).max()) <= tolerance
 
 
-def test_one_frame_decode_is_the_video_decode(folder, stock: Any, engine: Any) -> None:
+def test_one_frame_decode_equals_the_video_decode(folder, stock: Any, engine: Any) -> None:
     latents = torch.randn(1, 4, 1, 16, 8, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         whole = stock.vae.decode(latents, return_dict=False)[0]
@@ -106,7 +106,7 @@ def test_one_frame_decode_is_the_video_decode(folder, stock: Any, engine: Any) -
     assert float((whole - reduced).abs().max()) <= 1e-5
 
 
-def test_each_causal_convolution_of_one_frame_is_its_plain_form(stock: Any) -> None:
+def test_one_frame_form_of_each_causal_convolution_is_equal(stock: Any) -> None:
     from copy import deepcopy
 
     from triton_omni.backends.diffusion.vae import reduce_to_one_frame
@@ -130,11 +130,11 @@ def test_compatible_requests_share_every_forward(engine: Any) -> None:
     events = finish(engine)
     assert engine.forwards - before == 10
     for run in runs:
-        steps = [e.meta["step"] for e in events if isinstance(e, EngineProgress) and e.run is run]
+        steps = [e.done for e in events if isinstance(e, EngineProgress) and e.run is run]
         assert steps == list(range(1, 11))
 
 
-def test_a_newcomer_joins_at_the_next_step(engine: Any) -> None:
+def test_new_run_joins_at_the_next_step(engine: Any) -> None:
     first = image_run("a red 1", width=64, height=64, steps=12, seed=1)
     engine.open(first)
     for _ in range(5):
@@ -148,7 +148,7 @@ def test_a_newcomer_joins_at_the_next_step(engine: Any) -> None:
     finish(engine)
 
 
-def test_between_two_steps_at_most_one_prompt_and_one_picture_go_through_their_networks(folder) -> None:
+def test_at_most_one_encode_and_one_decode_between_two_steps(folder) -> None:
     engine = engine_of(folder)
     steady = image_run("a red 1", width=64, height=64, steps=20, seed=1)
     engine.open(steady)
@@ -156,14 +156,14 @@ def test_between_two_steps_at_most_one_prompt_and_one_picture_go_through_their_n
     for i in range(4):
         engine.open(image_run(f"the number {i}", width=64, height=64, steps=2, seed=i, n=2, partial_images=1))
     while engine.has_work:
-        encoded, step = engine.model.encoded, steady.state.step
+        encoded, step = engine.model.encode_count, steady.state.step
         events = engine.step()
-        assert engine.model.encoded - encoded <= 1
+        assert engine.model.encode_count - encoded <= 1
         assert sum(isinstance(e, EngineOutput) for e in events) <= 1
         assert steady.state.step == step + 1 or not steady.state.steps_left
 
 
-def test_a_stopped_run_costs_no_further_step_and_leaves_no_trace(engine: Any) -> None:
+def test_stopped_run_takes_no_further_step_and_leaves_no_state(engine: Any) -> None:
     run, other = (image_run(f"a {i}", width=64, height=64, steps=10, seed=i) for i in range(2))
     engine.open(run)
     engine.open(other)
@@ -173,25 +173,25 @@ def test_a_stopped_run_costs_no_further_step_and_leaves_no_trace(engine: Any) ->
     events = finish(engine)
     assert not [e for e in events if e.run is run]
     assert run.state.step <= 4
-    assert len(pictures(events, other)) == 1
+    assert len(images_of(events, other)) == 1
     engine.stop(run)  # again: nothing happens
     assert not engine.has_work
-    assert engine._drawings == engine._decodes == []
+    assert engine._image_runs == engine._decodes == []
 
 
-def test_a_run_stopped_while_it_waits_is_never_encoded(folder) -> None:
+def test_run_stopped_while_waiting_is_never_encoded(folder) -> None:
     engine = engine_of(folder, max_batch_tokens=1)
     first, waiting = (image_run(f"the number {i}", width=64, height=64, steps=3, seed=i) for i in range(2))
     engine.open(first)
     engine.step()
-    encoded = engine.model.encoded
+    encoded = engine.model.encode_count
     engine.open(waiting)
     engine.stop(waiting)
     finish(engine)
-    assert engine.model.encoded == encoded
+    assert engine.model.encode_count == encoded
 
 
-def test_a_blocked_run_pauses_and_the_others_go_on(engine: Any) -> None:
+def test_blocked_run_pauses_and_others_continue(engine: Any) -> None:
     held, free = (image_run(f"a {i}", width=64, height=64, steps=4, seed=i) for i in range(2))
     held.blocked = True
     engine.open(held)
@@ -202,7 +202,7 @@ def test_a_blocked_run_pauses_and_the_others_go_on(engine: Any) -> None:
     assert ends(finish(engine), held)
 
 
-def test_a_large_picture_and_small_ones_do_not_starve_one_another(folder) -> None:
+def test_large_and_small_images_do_not_starve_one_another(folder) -> None:
     engine = engine_of(folder, step_overhead_tokens=64, max_batch_tokens=256)
     large = image_run("two", width=256, height=256, steps=8, seed=1)
     engine.open(large)
@@ -221,24 +221,24 @@ def test_a_large_picture_and_small_ones_do_not_starve_one_another(folder) -> Non
     engine.open(large)
     small_steps = seed = 0
     while large.state.steps_left:
-        while sum(d.tokens for d in engine._drawings if d is not large.state) < 256:
+        while sum(d.tokens for d in engine._image_runs if d is not large.state) < 256:
             seed += 1
             engine.open(image_run("3", width=64, height=64, steps=6, seed=seed))
         step = large.state.step
         engine.step()
         small_steps += large.state.step == step
-    assert small_steps * 256 <= 16 * large.state.work
-    for drawing in list(engine._drawings):
-        engine.stop(drawing.run)
+    assert small_steps * 256 <= 16 * large.state.total_tokens
+    for state in list(engine._image_runs):
+        engine.stop(state.run)
 
 
 # --- one culprit ---------------------------------------------------------------------------------------------
-def test_if_a_packed_step_raises_only_the_culprit_fails(engine: Any) -> None:
+def test_only_the_culprit_of_a_failed_packed_step_fails(engine: Any) -> None:
     runs = [image_run(f"a {i}", width=64, height=64, steps=6, seed=i) for i in range(3)]
     alone = []
     for run in [image_run(f"a {i}", width=64, height=64, steps=6, seed=i) for i in range(3)]:
         engine.open(run)
-        alone.append(pictures(finish(engine), run)[0])
+        alone.append(images_of(finish(engine), run)[0])
     for run in runs:
         engine.open(run)
     while runs[0].state.step < 2:
@@ -248,10 +248,10 @@ def test_if_a_packed_step_raises_only_the_culprit_fails(engine: Any) -> None:
     (failed,) = ends(events, runs[1])
     assert isinstance(failed, EngineFailed) and failed.error.where == "denoiser"
     for i in (0, 2):
-        assert np.array_equal(pictures(events, runs[i])[0], alone[i])
+        assert np.array_equal(images_of(events, runs[i])[0], alone[i])
 
 
-def test_numbers_that_are_not_finite_never_reach_the_decoder(engine: Any) -> None:
+def test_non_finite_latents_fail_the_run_before_decode(engine: Any) -> None:
     sick, healthy = (image_run(f"a {i}", width=64, height=64, steps=4, seed=i) for i in range(2))
     engine.open(sick)
     engine.open(healthy)
@@ -262,40 +262,40 @@ def test_numbers_that_are_not_finite_never_reach_the_decoder(engine: Any) -> Non
     (failed,) = ends(events, sick)
     assert isinstance(failed, EngineFailed) and "not finite" in failed.error.message
     assert not [e for e in events if isinstance(e, EngineOutput) and e.run is sick]
-    assert len(pictures(events, healthy)) == 1
+    assert len(images_of(events, healthy)) == 1
 
 
 # --- what comes out ------------------------------------------------------------------------------------------
-def test_previews_come_evenly_and_before_the_picture(engine: Any) -> None:
+def test_previews_are_evenly_spread_and_precede_the_image(engine: Any) -> None:
     run = image_run("a 7", width=96, height=64, steps=12, seed=5, partial_images=3)
     engine.open(run)
     events = finish(engine)
     outputs = [e for e in events if isinstance(e, EngineOutput)]
-    assert [e.meta["partial"] for e in outputs] == [True, True, True, False]
-    assert [e.meta["step"] for e in outputs] == [3, 6, 9, 12]
-    assert [e.meta.get("partial_image_index") for e in outputs] == [0, 1, 2, None]
+    assert [e.piece.partial for e in outputs] == [True, True, True, False]
+    assert [e.piece.step for e in outputs] == [3, 6, 9, 12]
+    assert [e.piece.partial_image_index for e in outputs] == [0, 1, 2, None]
     assert all(e.tensors[0].spec.shape == (64, 96, 3) and e.tensors[0].spec.dtype == "uint8" for e in outputs)
     final = np.asarray(outputs[-1].tensors[0].data).astype(int)
     distances = [np.abs(np.asarray(e.tensors[0].data).astype(int) - final).mean() for e in outputs]
     assert distances == sorted(distances, reverse=True)
 
 
-def test_previews_of_two_steps_do_not_repeat(engine: Any) -> None:
+def test_previews_of_two_steps_are_not_repeated(engine: Any) -> None:
     run = image_run("a 7", width=64, height=64, steps=2, seed=5, partial_images=3, n=2)
     engine.open(run)
     outputs = [e for e in finish(engine) if isinstance(e, EngineOutput)]
-    assert [(e.meta["partial"], e.meta["index"]) for e in outputs][-2:] == [(False, 0), (False, 1)]
+    assert [(e.piece.partial, e.piece.index) for e in outputs][-2:] == [(False, 0), (False, 1)]
     assert len(outputs) <= 4
 
 
-def test_a_seed_is_drawn_and_reported(engine: Any) -> None:
+def test_missing_seed_is_drawn_and_reported(engine: Any) -> None:
     run = image_run("a 7", width=64, height=64, steps=2)
     engine.open(run)
     events = finish(engine)
-    seed = next(e.meta["seed"] for e in events if isinstance(e, EngineOutput))
+    seed = next(e.piece.seed for e in events if isinstance(e, EngineOutput))
     again = image_run("a 7", width=64, height=64, steps=2, seed=seed)
     engine.open(again)
-    assert np.array_equal(pictures(events, run)[0], pictures(finish(engine), again)[0])
+    assert np.array_equal(images_of(events, run)[0], images_of(finish(engine), again)[0])
 
 
 def test_usage_and_guidance_are_reported(engine: Any) -> None:
@@ -304,7 +304,7 @@ def test_usage_and_guidance_are_reported(engine: Any) -> None:
     engine.open(plain)
     engine.open(guided)
     events = finish(engine)
-    metas = {e.run.id: e.meta for e in events if isinstance(e, EngineOutput)}
+    metas = {e.run.id: e.piece for e in events if isinstance(e, EngineOutput)}
     assert metas[plain.id]["cfg_applied"] is False and metas[guided.id]["cfg_applied"] is True
     assert metas[plain.id]["guidance_scale_applied"] is False
     (end,) = ends(events, plain)
@@ -313,8 +313,8 @@ def test_usage_and_guidance_are_reported(engine: Any) -> None:
 
 
 # --- prompts -------------------------------------------------------------------------------------------------
-def test_a_prompt_that_is_too_long_is_refused_with_its_length(engine: Any) -> None:
-    with pytest.raises(BadRequest, match=r"50\d\d tokens long; at most 512") as caught:
+def test_too_long_prompt_is_refused_with_its_length(engine: Any) -> None:
+    with pytest.raises(BadRequest, match=r"at most 512 tokens \(got 50\d\d\)") as caught:
         engine.open(image_run("red " * 5000, width=64, height=64, steps=2))
     assert caught.value.where == "input"
     with pytest.raises(BadRequest) as caught:
@@ -333,7 +333,7 @@ def test_special_tokens_in_a_prompt_are_text(engine: Any, stock: Any) -> None:
     assert "<|im_end|>" in tokenizer.decode(hostile[34:-5])
 
 
-def test_features_are_kept_and_forgotten_in_order(folder) -> None:
+def test_cached_features_are_evicted_in_lru_order(folder) -> None:
     engine = engine_of(folder)
     engine.open(image_run("a", width=64, height=64, steps=2, seed=0))
     finish(engine)
@@ -342,49 +342,49 @@ def test_features_are_kept_and_forgotten_in_order(folder) -> None:
     for prompt, encoded in (("a", 1), ("b", 2), ("a", 2), ("c", 3), ("a", 3), ("b", 4)):
         engine.open(image_run(prompt, width=64, height=64, steps=2, seed=0))
         finish(engine)
-        assert engine.model.encoded == encoded
+        assert engine.model.encode_count == encoded
         assert engine.model.cache.bytes <= 2 * size
 
 
-def test_what_is_kept_is_what_is_counted_and_what_never_fits_drives_nothing_out(folder) -> None:
-    from triton_omni.backends.diffusion.encoding import Cache
+def test_cache_counts_bytes_and_a_too_large_entry_evicts_nothing(folder) -> None:
+    from triton_omni.backends.diffusion.text import EncodingCache
 
     engine = engine_of(folder)
     prompts = [engine.model.text.prompt(text) for text in ("a", "a red 7 on a white background")]
     with torch.inference_mode():
         small, large = (engine.model.text.features(prompt) for prompt in prompts)
     assert small.untyped_storage().nbytes() == small.nbytes
-    cache = Cache(small.nbytes)
+    cache = EncodingCache(small.nbytes)
     cache.put("small", small)
     cache.put("large", large)
     assert cache.get("small") is small and cache.get("large") is None and cache.bytes == small.nbytes
 
 
-def test_the_stock_arithmetic_is_never_measured_for_it_shares_nothing(folder) -> None:
+def test_sequential_batching_needs_no_calibration(folder) -> None:
     engine = engine_of(folder, step_overhead_tokens=0, batching="seq")
-    assert engine.model.encoded == 0 and engine.weights(16) > 1
+    assert engine.model.encode_count == 0 and engine.step_cost(16) > 1
 
 
-def test_deploy_values_are_checked_when_loading(folder) -> None:
+def test_engine_options_are_checked_at_load(folder) -> None:
     from triton_omni.backends.core.engine import OptionsError
 
-    with pytest.raises(OptionsError, match=r"model 'nowhere'.*model_index\.json is missing"):
+    with pytest.raises(OptionsError, match=r"model 'nowhere'.*model_index\.json does not exist"):
         engine_of(folder, model="nowhere")
     engine = engine_of(folder, limits={"max_pixels": 4096}, defaults={"width": 64, "height": 64})
-    with pytest.raises(BadRequest, match="4096 pixels"):
+    with pytest.raises(BadRequest, match="at most 4096 pixels"):
         engine.open(image_run("a", width=128, height=64))
-    with pytest.raises(BadRequest, match="needs a description"):
+    with pytest.raises(BadRequest, match="must not be empty"):
         engine.open(Run(b"1" * 16, "r", GenerateRequest(operation="image")))
     measured = engine_of(folder, step_overhead_tokens=0)
     assert measured.model.forward._layout is None  # nothing of what was measured is kept
-    weights = measured.weights
+    weights = measured.step_cost
     assert 0 <= weights(16) <= weights(64) <= weights(1000) and weights(1000) > 0
     assert weights(1 << 20) == math.inf  # never tried, so never shared
 
 
-def test_tiled_decode_and_bfloat16_draw(folder) -> None:
+def test_tiled_decode_and_bfloat16_work(folder) -> None:
     for options in ({"vae_tiling": True}, {"dtype": "bfloat16"}):
         engine = engine_of(folder, **options)
         run = image_run("a 7", width=64, height=64, steps=3, seed=1, negative_prompt=" ", true_cfg_scale=2.0)
         engine.open(run)
-        assert pictures(finish(engine), run)[0].shape == (64, 64, 3)
+        assert images_of(finish(engine), run)[0].shape == (64, 64, 3)

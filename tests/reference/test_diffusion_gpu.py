@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The diffusion engine on a GPU: the pictures are those of the CPU, alone and sharing steps, but for rounding."""
+"""The diffusion engine on a GPU: images equal the CPU's up to rounding, alone and batched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.kit.gpu_devices import HAS_GPU, NEEDS_GPU
-from tests.kit.tiny_image import engine_of, finish, image_run, pictures, save_tiny_image
+from tests.kit.tiny_image import engine_of, finish, image_run, images_of, save_tiny_image
 
 torch = pytest.importorskip("torch")
 pytestmark = [*NEEDS_GPU, pytest.mark.timeout(300)]
@@ -26,11 +26,11 @@ def runs():
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Says how many GPUs the instance has, whatever this machine has."""
+    """Sets the number of GPUs that the instance reports."""
     return lambda count: monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
-def drawn(engine, together):
+def generate(engine, together):
     made = runs()
     events = []
     for run in made:
@@ -39,14 +39,14 @@ def drawn(engine, together):
             events += finish(engine)
     events += finish(engine)
     engine.close()
-    return [picture for run in made for picture in pictures(events, run)]
+    return [image for run in made for image in images_of(events, run)]
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
-def test_pictures_are_those_of_the_cpu(tmp_path, gpus, together):
+def test_images_equal_the_cpu_up_to_rounding(tmp_path, gpus, together):
     folder = save_tiny_image(tmp_path / "tiny")
     gpus(1)
-    here, there = drawn(engine_of(folder), together), drawn(engine_of(folder, "cuda"), together)
+    here, there = generate(engine_of(folder), together), generate(engine_of(folder, "cuda"), together)
     assert len(here) == len(there) == 4
     for cpu, gpu in zip(here, there, strict=True):
         assert np.abs(cpu.astype(int) - gpu.astype(int)).max() <= ROUNDING
@@ -63,12 +63,12 @@ def test_pictures_are_those_of_the_cpu(tmp_path, gpus, together):
     ],
     ids=["cfg packed", "cfg seq", "ulysses", "ring"],
 )
-def test_two_ranks_draw_what_one_draws(tmp_path, gpus, options):
+def test_two_ranks_equal_one_up_to_rounding(tmp_path, gpus, options):
     folder = save_tiny_image(tmp_path / "tiny")
     alone = {name: value for name, value in options.items() if name != "parallel"}
     gpus(1)
-    one = drawn(engine_of(folder, "cuda", **alone), True)
+    one = generate(engine_of(folder, "cuda", **alone), True)
     gpus(2)
-    two = drawn(engine_of(folder, "cuda", **options), True)
+    two = generate(engine_of(folder, "cuda", **options), True)
     for theirs, ours in zip(one, two, strict=True):
         assert np.abs(theirs.astype(int) - ours.astype(int)).max() <= (ROUNDING if "dtype" not in options else COARSE)

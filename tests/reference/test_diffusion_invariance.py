@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Same request and seed, same picture bytes: alone or in any company, whatever becomes of the neighbours."""
+"""The same request and seed give the same image bytes, alone or in any batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo, save_tiny_edit
-from tests.kit.tiny_image import ends, engine_of, finish, image_run, pictures, save_tiny_image
+from tests.kit.tiny_image import ends, engine_of, finish, image_run, images_of, save_tiny_image
 from triton_omni.backends.core.engine import EngineEvent, EngineFailed, Run
 
 torch = pytest.importorskip("torch")
@@ -53,7 +53,7 @@ def one_thread_afterwards():
     torch.set_num_threads(1)
 
 
-def requests(count: int) -> list[dict[str, Any]]:
+def random_requests(count: int) -> list[dict[str, Any]]:
     rng = random.Random(5)
     found: list[dict[str, Any]] = []
     for seed in range(count):
@@ -70,29 +70,29 @@ def requests(count: int) -> list[dict[str, Any]]:
 
 
 def with_edits(asked: list[dict[str, Any]], several: bool) -> list[dict[str, Any]]:
-    """The same, but two of three edit pictures: one, every other time under a mask, or up to three."""
+    """The same, but two of three are edits: of one image, every other time with a mask, or of up to three."""
     found: list[dict[str, Any]] = []
     for number, one in enumerate(asked):
         if number % 3:
             width, height = one.pop("width"), one.pop("height")
             mask = hole(width, height) if number % 2 and not several else None
             count = 1 + number % 3 if several else 1
-            one |= {"pictures": [photo(width, height, number % 4 + i) for i in range(count)], "mask": mask}
+            one |= {"images": [photo(width, height, number % 4 + i) for i in range(count)], "mask": mask}
         found.append(one)
     return found
 
 
-def make(one: dict[str, Any]) -> Run:
-    return edit_run(**one) if "pictures" in one else image_run(**one)
+def make_run(one: dict[str, Any]) -> Run:
+    return edit_run(**one) if "images" in one else image_run(**one)
 
 
 def poison(run: Run, rng: random.Random) -> None:
-    """Make the run fail at its next step, by an exception or by numbers."""
+    """Make the run fail at its next step, by an exception or by non-finite values."""
     latents = run.state.latents
     run.state.latents = torch.full_like(latents, float("nan")) if rng.random() < 0.5 else latents[:, :, :-1]
 
 
-def life(
+def randomized_lifecycle(
     engine: Any, asked: list[dict[str, Any]], rng: random.Random
 ) -> tuple[dict[int, Run], set[int], list[EngineEvent]]:
     """Random arrivals, aborts and failures; returns the runs, the undisturbed ones, and all events."""
@@ -104,7 +104,7 @@ def life(
     while order or engine.has_work:
         while order and rng.random() < 0.5:
             number = order.pop()
-            runs[number] = make(asked[number])
+            runs[number] = make_run(asked[number])
             engine.open(runs[number])
             undisturbed.add(number)
         events += engine.step()
@@ -126,45 +126,45 @@ def life(
         pytest.param(2, 24, (400, 100_000), marks=pytest.mark.soak),  # minutes where others use the cores, too
     ],
 )
-def test_bytes_do_not_depend_on_company(folder, threads: int, count: int, budgets: tuple[int, ...]) -> None:
-    compare(folder, requests(count), budgets, threads=threads)
+def test_image_bytes_do_not_depend_on_the_batch(folder, threads: int, count: int, budgets: tuple[int, ...]) -> None:
+    compare(folder, random_requests(count), budgets, threads=threads)
 
 
 @pytest.mark.parametrize("checkpoint", ["edit_folder", "several_folder", "zero_folder"])
-def test_bytes_of_edits_do_not_depend_on_company(request: pytest.FixtureRequest, checkpoint: str) -> None:
-    asked = with_edits(requests(18), several=checkpoint != "edit_folder")
+def test_edit_bytes_do_not_depend_on_the_batch(request: pytest.FixtureRequest, checkpoint: str) -> None:
+    asked = with_edits(random_requests(18), several=checkpoint != "edit_folder")
     defaults = {"source_pixels": SOURCE_PIXELS}
     compare(request.getfixturevalue(checkpoint), asked, (1000, 100_000), threads=1, defaults=defaults)
 
 
 def compare(folder, asked: list[dict[str, Any]], budgets: tuple[int, ...], **deploy: Any) -> None:
-    """Each request alone, then all of them in several lives with other budgets."""
+    """Each request alone, then all of them in randomized lifecycles with other token budgets."""
     alone: list[list[bytes]] = []
     engine = engine_of(folder, **deploy)
     for one in asked:
-        run = make(one)
+        run = make_run(one)
         engine.open(run)
-        alone.append([p.tobytes() for p in pictures(finish(engine), run)])
+        alone.append([p.tobytes() for p in images_of(finish(engine), run)])
     compared = 0
     for trial, budget in enumerate(budgets):
         engine = engine_of(folder, max_batch_tokens=budget, **deploy)
-        runs, undisturbed, events = life(engine, asked, random.Random(trial))
+        runs, undisturbed, events = randomized_lifecycle(engine, asked, random.Random(trial))
         assert len(runs) == len(asked)
         for number in undisturbed:
-            drawn = [p.tobytes() for p in pictures(events, runs[number])]
+            drawn = [p.tobytes() for p in images_of(events, runs[number])]
             assert drawn == alone[number], f"trial {trial}, request {number}: {asked[number]}"
         for number in set(runs) - undisturbed:
             assert all(isinstance(end, EngineFailed) for end in ends(events, runs[number]))
         compared += len(undisturbed)
-        assert engine._drawings == engine._decodes == []
+        assert engine._image_runs == engine._decodes == []
     assert 2 * compared > len(asked) * len(budgets)
 
 
-def test_previews_do_not_change_the_picture(folder) -> None:
+def test_previews_do_not_change_the_image(folder) -> None:
     engine = engine_of(folder)
     found = []
     for partial in (0, 3):
         run = image_run("two", width=64, height=96, steps=9, seed=3, n=2, partial_images=partial)
         engine.open(run)
-        found.append(np.stack(pictures(finish(engine), run)))
+        found.append(np.stack(images_of(finish(engine), run)))
     assert np.array_equal(*found)

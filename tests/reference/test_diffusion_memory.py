@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a drawing: estimated before it is taken, against what torch holds; who does not fit is refused or waits."""
+"""Memory estimates against torch's measured peaks; requests that do not fit are refused or wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, photo, save_tiny_edit
-from tests.kit.tiny_image import engine_of, finish, image_run, pictures, save_tiny_image
+from tests.kit.tiny_image import engine_of, finish, image_run, images_of, save_tiny_image
 from triton_omni.backends.core.engine import Run
 from triton_omni.backends.core.errors import BadRequest
 
@@ -34,17 +34,17 @@ def edit_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(kind: str) -> Run:
     if kind == "edit":
         return edit_run("two", [photo(64, 64, 1), photo(300, 200, 2)], **GUIDED, steps=2, seed=1)
-    more: dict[str, Any] = {"plain": {}, "guided": GUIDED, "guided, 2 pictures": {**GUIDED, "n": 2}}[kind]
+    more: dict[str, Any] = {"plain": {}, "guided": GUIDED, "guided, 2 images": {**GUIDED, "n": 2}}[kind]
     return image_run("a red 7 on a white background", width=256, height=256, steps=2, seed=1, **more)
 
 
-@pytest.mark.parametrize("kind", ["plain", "guided", "guided, 2 pictures", "edit"])
+@pytest.mark.parametrize("kind", ["plain", "guided", "guided, 2 images", "edit"])
 @pytest.mark.parametrize(
     "deploy",
     [{}, {"batching": "pad"}, {"batching": "seq"}, {"vae_tiling": True}, {"dtype": "bfloat16"}],
     ids=["packed", "pad", "seq", "tiled", "bfloat16"],
 )
-def test_the_estimate_covers_what_is_held_and_is_not_far_above(
+def test_memory_estimate_covers_the_measured_peak_and_is_not_far_above(
     folder: Path, edit_folder: Path, kind: str, deploy: dict[str, Any]
 ) -> None:
     from tests.kit.torch_peak_memory import peak_bytes
@@ -52,30 +52,30 @@ def test_the_estimate_covers_what_is_held_and_is_not_far_above(
     engine = engine_of(edit_folder if kind == "edit" else folder, cache_bytes=0, defaults=SMALL, **deploy)
     run, model = asked(kind), engine.model
     engine.open(run)
-    drawing = run.state
-    needs = drawing.needs
+    state = run.state
+    needs = state.needs
     with torch.inference_mode():
         encodes = []
-        while model.missing(drawing):
-            encodes.append(peak_bytes(lambda: model.encode(drawing)))
+        while model.missing(state):
+            encodes.append(peak_bytes(lambda: model.encode(state)))
         if kind == "edit":
-            viewed = drawing.pieces[drawing.prompt, drawing.digests].args[1]()  # kept until all is encoded
-            kept = [*viewed.values(), *drawing.made.values()]
+            viewed = state.encode_tasks[state.prompt, state.image_digests].args[1]()  # kept until all is encoded
+            kept = [*viewed.values(), *state.encoded.values()]
             assert sum(t.untyped_storage().nbytes() for t in kept) <= needs.held
-        state = peak_bytes(lambda: model.prepare(drawing))
-        step = peak_bytes(lambda: model.predict([drawing]))
+        state = peak_bytes(lambda: model.prepare(state))
+        step = peak_bytes(lambda: model.predict([state]))
         model.forward.forget()
-        latents = drawing.noisy() if engine.options.batching == "seq" else drawing.noisy()[:1]
-        decode = peak_bytes(lambda: model.decode(latents, drawing.wish.width, drawing.wish.height))
+        latents = state.current_latents() if engine.options.batching == "seq" else state.current_latents()[:1]
+        decode = peak_bytes(lambda: model.decode(latents, state.spec.width, state.spec.height))
     assert step <= needs.step, f"{step} of {needs}"
-    assert max(*encodes, step, decode) <= needs.alone, f"{encodes}, {step}, {decode} of {needs}"
-    held = [t for t in (drawing.latents, drawing.condition, drawing.positive, drawing.negative) if t is not None]
+    assert max(*encodes, step, decode) <= needs.peak, f"{encodes}, {step}, {decode} of {needs}"
+    held = [t for t in (state.latents, state.condition, state.positive, state.negative) if t is not None]
     assert max(state, sum(t.nbytes for t in held)) <= needs.held
-    assert needs.alone <= 3 * max(*encodes, step, decode)
+    assert needs.peak <= 3 * max(*encodes, step, decode)
 
 
 # --- refused -------------------------------------------------------------------------------------------------
-def test_what_can_never_fit_is_refused_naming_what_is_too_large(folder: Path) -> None:
+def test_request_that_never_fits_is_refused_with_the_field(folder: Path) -> None:
     engine = engine_of(folder, memory_bytes=19_000_000)
     engine.open(image_run("two", width=256, height=256, steps=2))
     engine.close()
@@ -85,16 +85,16 @@ def test_what_can_never_fit_is_refused_naming_what_is_too_large(folder: Path) ->
     with pytest.raises(BadRequest, match="memory") as caught:
         engine.open(image_run("two", width=256, height=256, steps=2, n=10))
     assert caught.value.where == "stages.denoiser.n"
-    assert not engine.has_work and not engine.model.encoded
+    assert not engine.has_work and not engine.model.encode_count
 
 
-def test_the_memory_that_is_free_is_the_bound_where_deploy_says_none(folder: Path) -> None:
+def test_default_memory_limit_is_the_free_memory(folder: Path) -> None:
     from triton_omni.backends.diffusion.memory import free_bytes
 
-    assert 0 < engine_of(folder).model.memory.most < free_bytes(torch.device("cpu")) + (1 << 30)
+    assert 0 < engine_of(folder).model.memory.limit_bytes < free_bytes(torch.device("cpu")) + (1 << 30)
 
 
-def test_step_cost_that_are_elsewhere_need_room_when_they_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_weights_reduce_the_memory_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton_omni.backends.diffusion import memory
     from triton_omni.backends.diffusion.options import DiffusionOptions
 
@@ -104,7 +104,7 @@ def test_step_cost_that_are_elsewhere_need_room_when_they_come(folder: Path, mon
 
     def lacking(offload: Any) -> int:
         options = DiffusionOptions("x", batching="seq", offload=offload)
-        return round(free - memory.Memory(pipe, options, torch.device("cpu")).most / memory.SPARE)
+        return round(free - memory.ImageMemory(pipe, options, torch.device("cpu")).most / memory.FREE_MEMORY_SHARE)
 
     assert lacking("none") == 0
     assert abs(lacking("model") - max(sizes)) <= 2
@@ -122,32 +122,32 @@ def twins(count: int) -> list[Run]:
     return [image_run("two", width=64, height=64, steps=5, seed=i) for i in range(count)]
 
 
-def test_who_does_not_fit_waits_until_another_is_done(folder: Path) -> None:
+def test_run_that_does_not_fit_waits_until_another_is_done(folder: Path) -> None:
     needs = needs_of(folder, twins(1)[0])
-    engine = engine_of(folder, memory_bytes=2 * needs.held + needs.alone)
+    engine = engine_of(folder, memory_bytes=2 * needs.held + needs.peak)
     runs = twins(5)
     alone = []
     for run in twins(5):
         engine.open(run)
-        alone.append(pictures(finish(engine), run)[0])
+        alone.append(images_of(finish(engine), run)[0])
     for run in runs:
         engine.open(run)
     events: list[Any] = []
     most_inside = 0
     while engine.has_work:
         events += engine.step()
-        inside = [r for r in runs if r.state.is_inside and r.state in engine._drawings]
+        inside = [r for r in runs if r.state.is_admitted and r.state in engine._image_runs]
         most_inside = max(most_inside, len(inside))
-        assert sum(r.state.needs.held for r in inside) + needs.alone <= engine.model.memory.most
+        assert sum(r.state.needs.held for r in inside) + needs.peak <= engine.model.memory.limit_bytes
     assert most_inside == 2
-    for run, picture in zip(runs, alone, strict=True):
-        assert np.array_equal(pictures(events, run)[0], picture)
+    for run, image in zip(runs, alone, strict=True):
+        assert np.array_equal(images_of(events, run)[0], image)
 
 
-def test_a_step_holds_as_many_as_there_is_memory_for(folder: Path) -> None:
+def test_batch_is_bounded_by_memory(folder: Path) -> None:
     needs = needs_of(folder, twins(1)[0])
-    engine = engine_of(folder, memory_bytes=4 * needs.held + max(needs.alone, 3 * needs.step))
-    most = max(needs.alone, 3 * needs.step) // needs.step
+    engine = engine_of(folder, memory_bytes=4 * needs.held + max(needs.peak, 3 * needs.step))
+    most = max(needs.peak, 3 * needs.step) // needs.step
     for run in twins(4):
         engine.open(run)
     while engine.has_work:
@@ -155,8 +155,8 @@ def test_a_step_holds_as_many_as_there_is_memory_for(folder: Path) -> None:
         engine.step()
 
 
-def test_a_large_newcomer_keeps_later_ones_out_until_its_turn_comes(folder: Path) -> None:
-    from triton_omni.backends.diffusion.memory import fitting
+def test_large_new_run_blocks_later_ones_until_it_is_admitted(folder: Path) -> None:
+    from triton_omni.backends.diffusion.memory import admit
 
     first, late = twins(2)
     large = image_run("two", width=128, height=128, steps=5, n=8, seed=7)
@@ -165,17 +165,17 @@ def test_a_large_newcomer_keeps_later_ones_out_until_its_turn_comes(folder: Path
         engine.open(run)
     waiting = [run.state for run in (first, large, late)]
     inside = [waiting[0]]
-    waiting[0].made["a piece"] = torch.zeros(1)
-    most = waiting[0].needs.held + waiting[1].needs.held + waiting[1].needs.alone
-    assert fitting(waiting, inside, most - 1)[0] == [waiting[0]]
-    fit, left = fitting(waiting, inside, most)
-    assert fit == waiting[:2] and left == waiting[1].needs.alone
-    assert fitting([waiting[0], waiting[2], waiting[1]], inside, most - 1)[0] == [waiting[0], waiting[2]]
+    waiting[0].encoded["a piece"] = torch.zeros(1)
+    most = waiting[0].needs.held + waiting[1].needs.held + waiting[1].needs.peak
+    assert admit(waiting, inside, most - 1)[0] == [waiting[0]]
+    fit, left = admit(waiting, inside, most)
+    assert fit == waiting[:2] and left == waiting[1].needs.peak
+    assert admit([waiting[0], waiting[2], waiting[1]], inside, most - 1)[0] == [waiting[0], waiting[2]]
 
 
-def test_a_run_that_is_blocked_while_it_holds_the_memory_does_not_make_the_engine_spin(folder: Path) -> None:
+def test_blocked_run_that_holds_all_memory_does_not_make_the_engine_spin(folder: Path) -> None:
     needs = needs_of(folder, twins(1)[0])
-    engine = engine_of(folder, memory_bytes=needs.held + needs.alone)
+    engine = engine_of(folder, memory_bytes=needs.held + needs.peak)
     held, waiting = twins(2)
     engine.open(held)
     engine.step()
@@ -183,4 +183,4 @@ def test_a_run_that_is_blocked_while_it_holds_the_memory_does_not_make_the_engin
     engine.open(waiting)
     assert not engine.has_work
     held.blocked = False
-    assert len(pictures(finish(engine), held)) == 1
+    assert len(images_of(finish(engine), held)) == 1

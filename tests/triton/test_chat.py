@@ -14,8 +14,8 @@ import pytest
 import soundfile
 from openai import BadRequestError, OpenAI
 
-from tests.kit.server_calls import generate, generate_stream, health, idle, metrics
-from tests.kit.triton_server import RunningServer, wait_for
+from tests.kit.server_calls import generate, generate_stream, health, metrics, wait_until_idle
+from tests.kit.triton_server import RunningServer
 from triton_omni import Client
 from triton_omni.backends.supervisor.home import find_home
 from triton_omni.backends.wire import GenerateRequest, Message, Part, Sampling
@@ -145,7 +145,7 @@ def test_leaving_in_mid_answer_frees_every_stage(sdk: OpenAI, chat_server: Runni
         stream = spoken(sdk, stream=True, tokens=400)
         next(iter(stream))
         stream.close()
-    wait_for(lambda: idle(chat_server, "chat"), 5.0, "every slot free")
+    wait_until_idle(chat_server, "chat")
     assert health(chat_server, "chat")["ready"]
 
 
@@ -177,7 +177,7 @@ def test_a_sound_file_is_written_down_with_its_times(sdk: OpenAI, chat_server: R
     assert last.end > (len(first) + rate) / rate, "the second sentence ends after the silence before it"
     events = list(sdk.audio.transcriptions.create(model="chat", file=("speech", file.getvalue()), stream=True))
     assert events[-1].type == "transcript.text.done" and events[-1].text == heard.text
-    wait_for(lambda: idle(chat_server, "chat"), 5, "all stages free")
+    wait_until_idle(chat_server, "chat")
 
 
 def test_audio_tokens_are_those_of_the_transcript(sdk: OpenAI) -> None:

@@ -10,17 +10,12 @@ from typing import Any
 import pytest
 
 from tests.kit.load_generator import Plan, body, run_one
-from tests.kit.server_calls import health, idle
-from tests.kit.triton_server import TOY_REPOSITORY, running_server, wait_for
+from tests.kit.server_calls import wait_until_idle, wait_until_restarted
+from tests.kit.triton_server import TOY_REPOSITORY, running_server
 
 pytestmark = pytest.mark.triton
 SECRET = "kumquat"
 BEGIN = '{"time": '
-
-
-def is_back(state: dict[str, Any]) -> bool:
-    """True once the stage that died works again."""
-    return state["ready"] and state["stages"]["frames"]["restarts"] == 1
 
 
 def failing(stage: str, how: str) -> dict:
@@ -42,11 +37,11 @@ def test_a_failed_request_is_one_json_line() -> None:
         for stage in ("tokens", "frames", "wave"):
             run_one(server.grpc, Plan(failing(stage, "fail_after"), request_id=f"failed-{stage}"))
         run_one(server.grpc, Plan(failing("frames", "raise_after"), request_id="raised"))
-        wait_for(lambda: is_back(health(server)), 60, "the worker is back")
+        wait_until_restarted(server, "frames", 0)
         run_one(server.grpc, Plan(body(2, ("text",), tokens={"fail_after": 1}), "toy_tokens", "direct"))
         run_one(server.grpc, Plan(body(2), request_id="good"))
         run_one(server.grpc, Plan(body(2) | {"modalities": ["smell"]}, request_id="refused"))
-        wait_for(lambda: idle(server), 10, "idle")
+        wait_until_idle(server, timeout_s=10)
         text = server.log.read_text()
     assert SECRET not in text
     lines = list(json_objects(text))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures through a real server: the acceptance of the embedded model, and what clients see on the way."""
+"""Images through a real server: the acceptance of the embedded model, and what clients see on the way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import io
 import json
 import queue
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ from PIL import Image
 
 from tests.kit.load_generator import body
 from tests.kit.proxy_server import proxy_process
-from tests.kit.server_calls import generate, health, idle
-from tests.kit.triton_server import REPO, TOY_REPOSITORY, RunningServer, running_server, wait_for
+from tests.kit.server_calls import generate, health, wait_until_idle
+from tests.kit.triton_server import REPO, TOY_REPOSITORY, RunningServer, running_server
 from triton_omni.backends.tools.digits import data
 
 pytestmark = [pytest.mark.triton, pytest.mark.models, pytest.mark.timeout(600)]
@@ -35,8 +34,7 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def reader() -> data.Reader:
-    with np.load(Path(data.__file__).with_name("digits_held_out.npz")) as held_out:
-        return data.Reader(held_out["digits"], held_out["labels"])
+    return data.held_out_reader()
 
 
 class Stream:
@@ -56,7 +54,7 @@ class Stream:
         self._client.async_stream_infer(model, [tensor], request_id=request_id)
 
     def next(self) -> tuple[dict[str, Any], Any]:
-        """The next event, and the picture if it carries one."""
+        """The next event, and the image if it carries one."""
         result, error = self._answers.get(timeout=ANSWER_S)
         assert error is None, error.message()
         event = json.loads(result.as_numpy("event")[0])
@@ -82,7 +80,7 @@ def stream(server: RunningServer) -> Iterator[Stream]:
 
 
 @pytest.mark.parametrize(("width", "height"), [(64, 64), (96, 64), (128, 128)])
-def test_two_hundred_pictures_are_what_was_asked_for(
+def test_two_hundred_images_are_what_was_asked_for(
     stream: Stream, reader: data.Reader, width: int, height: int
 ) -> None:
     cases = data.evaluation_set(200)
@@ -92,36 +90,40 @@ def test_two_hundred_pictures_are_what_was_asked_for(
             stream.ask(str(number), cases[number][0], width=width, height=height, seed=number)
         ends = 0
         while ends < 40:
-            event, picture = stream.next()
+            event, image = stream.next()
             ends += event["type"] == "end"
-            if picture is not None:
-                assert picture.shape == (height, width, 3)
-                seen[int(event["request_id"])] = reader.read(picture)
+            if image is not None:
+                assert image.shape == (height, width, 3)
+                seen[int(event["request_id"])] = reader.read(image)
     assert len(seen) == len(cases)
     digits = np.mean([seen[i].digit == want.digit for i, (_, want) in enumerate(cases)])
-    colours = np.mean([seen[i][1:] == want[1:] for i, (_, want) in enumerate(cases)])
+    colors = np.mean([seen[i][1:] == want[1:] for i, (_, want) in enumerate(cases)])
     assert digits >= 0.95, f"digits {digits}"
-    assert colours >= 0.98, f"colours {colours}"
+    assert colors >= 0.98, f"colors {colors}"
 
 
-def test_progress_previews_picture_end(stream: Stream) -> None:
+def test_progress_previews_image_end(stream: Stream) -> None:
     stream.ask("a", "a red 7 on a yellow background", seed=1, partial_images=2)
     answers = stream.until_end()
     kinds = [event["type"] for event, _ in answers]
     assert kinds.count("image") == 3 and kinds.count("progress") == 12 and kinds[-1] == "end"
-    assert [event["meta"]["partial"] for event, _ in answers if event["type"] == "image"] == [True, True, False]
+    assert [event["piece"].get("partial", False) for event, _ in answers if event["type"] == "image"] == [
+        True,
+        True,
+        False,
+    ]
     end = answers[-1][0]
     assert (end["output"], end["stage"], end["outcome"]) == ("image", "denoiser", "completed")
     assert end["usage"]["images"] == 1
 
 
-def test_generate_answers_with_the_picture_alone(server: RunningServer, reader: data.Reader) -> None:
+def test_generate_answers_with_the_image_alone(server: RunningServer, reader: data.Reader) -> None:
     asked = {"stages": json.dumps({"denoiser": {"seed": 3}}), "operation": "image"}
     status, answer = generate(server, "image", text_input="a red 7 on a yellow background", **asked)
     assert status == 200, answer
     assert answer["event"]["type"] == "end"
-    picture = np.array(answer["image"], np.uint8).reshape(64, 64, 3)
-    assert reader.read(picture) == data.Reading(7, "red", "yellow")
+    image = np.array(answer["image"], np.uint8).reshape(64, 64, 3)
+    assert reader.read(image) == data.Reading(7, "red", "yellow")
 
 
 def test_a_chat_draws(server: RunningServer) -> None:
@@ -131,18 +133,18 @@ def test_a_chat_draws(server: RunningServer) -> None:
         answer = sdk.chat.completions.create(
             model="image", messages=messages, seed=5, n=2, extra_body={"size": "96x64"}
         )  # fmt: skip
-        pictures = [picture_at(choice.message.images[0]["image_url"]["url"]) for choice in answer.choices]  # type: ignore[attr-defined]
-        assert [p.shape for p in pictures] == [(64, 96, 3)] * 2 and not np.array_equal(*pictures)
+        images = [image_at(choice.message.images[0]["image_url"]["url"]) for choice in answer.choices]  # type: ignore[attr-defined]
+        assert [p.shape for p in images] == [(64, 96, 3)] * 2 and not np.array_equal(*images)
         with sdk.chat.completions.stream(
             model="image", messages=messages, seed=6, modalities=["image"],  # type: ignore[list-item]
             extra_body={"size": "96x64"},
         ) as stream:  # fmt: skip
             stream.until_done()
             (streamed,) = stream.get_final_completion().choices[0].message.images  # type: ignore[attr-defined]
-    assert np.array_equal(picture_at(streamed["image_url"]["url"]), pictures[1])
+    assert np.array_equal(image_at(streamed["image_url"]["url"]), images[1])
 
 
-def picture_at(url: str) -> np.ndarray:
+def image_at(url: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
 
 
@@ -154,7 +156,7 @@ def test_what_cannot_be_drawn_is_refused_with_the_field(server: RunningServer) -
         assert f"[bad_request:stages.denoiser.{field}]" in answer["error"]
     request = {"operation": "image", "input": "red " * 1000}
     status, answer = generate(server, "image", request=json.dumps(request))
-    assert status == 400 and "tokens long" in answer["error"]
+    assert status == 400 and "must be at most 512 tokens" in answer["error"]
 
 
 def test_a_client_that_leaves_frees_its_place(server: RunningServer) -> None:
@@ -162,7 +164,7 @@ def test_a_client_that_leaves_frees_its_place(server: RunningServer) -> None:
     leaving.ask("gone", "a red 7", width=512, height=512, steps=200)
     assert leaving.next()[0]["type"] == "progress"
     leaving.close()
-    wait_for(lambda: idle(server, "image"), 10.0, "the run is stopped")
+    wait_until_idle(server, "image", timeout_s=10.0)
 
 
 def test_a_flood_of_one_pipeline_leaves_another_alone(server: RunningServer, stream: Stream) -> None:
@@ -180,4 +182,4 @@ def test_a_flood_of_one_pipeline_leaves_another_alone(server: RunningServer, str
     ends = [flood.next()[0] for _ in range(held + 1)]
     assert sum(end["outcome"] == "cancelled" for end in ends) == held
     flood.close()
-    wait_for(lambda: idle(server), 10, "every slot of the toy free")
+    wait_until_idle(server, timeout_s=10)

@@ -21,7 +21,7 @@ import yaml
 from PIL import Image
 
 from tests.kit.proxy_server import proxy_process
-from tests.kit.server_calls import generate, health, idle
+from tests.kit.server_calls import generate, health, idle, wait_until_idle
 from tests.kit.tiny_edit import SOURCE_PIXELS, edit_run, hole, photo
 from tests.kit.triton_server import REPO, RunningServer, running_server, wait_for
 from triton_omni.backends.wire import encode_request
@@ -64,14 +64,14 @@ def sdk(server: RunningServer) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> dict[str, np.ndarray]:
     """What the readable engine draws here; tests/reference compares that one with diffusers."""
-    from tests.kit.tiny_image import engine_of, finish, pictures
+    from tests.kit.tiny_image import engine_of, finish, images_of
 
     engine = engine_of(checkpoint, batching="seq", defaults=SMALL)
     found: dict[str, np.ndarray] = {}
     for name, mask in (("whole", None), ("masked", hole(150, 60))):
         run = edit_run("a red 7", [photo(150, 60)], mask, **OPTIONS)
         engine.open(run)
-        (found[name],) = pictures(finish(engine), run)
+        (found[name],) = images_of(finish(engine), run)
     return found
 
 
@@ -82,7 +82,7 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 def mask_file() -> bytes:
-    """The hole as OpenAI has it: transparent where the picture is drawn anew."""
+    """The hole as OpenAI has it: transparent where the image may change."""
     return png(np.dstack([np.zeros((60, 150, 3), np.uint8), 255 - hole(150, 60)]))
 
 
@@ -104,7 +104,7 @@ def test_an_edit_is_what_the_engine_draws(sdk: openai.OpenAI, expected: dict[str
     assert answer.usage.input_tokens_details.image_tokens > 0
 
 
-def test_previews_and_two_pictures_in_a_stream(sdk: openai.OpenAI, expected: dict[str, np.ndarray]) -> None:
+def test_previews_and_two_images_in_a_stream(sdk: openai.OpenAI, expected: dict[str, np.ndarray]) -> None:
     events = list(edit(sdk, n=2, stream=True, partial_images=1))
     assert {e.type for e in events[:-2]} == {"image_edit.partial_image"}
     assert [e.type for e in events[-2:]] == ["image_edit.completed"] * 2
@@ -122,11 +122,11 @@ def test_the_same_model_draws_from_text(sdk: openai.OpenAI) -> None:
     ("more", "param", "says"),
     [
         ({"model": "image"}, "model", f"does not edit pictures; these can: {MODEL}"),
-        ({"image": [png(photo(64, 64))] * 2}, "image", "takes 1 at a time"),
+        ({"image": [png(photo(64, 64))] * 2}, "image", "takes at most 1 image"),
         ({"image": png(photo(900, 100))}, "image", "8 times"),
         ({"mask": mask_file(), "size": "64x64"}, "size", "with a mask"),
         ({"size": "70x64"}, "size", "multiple of 16"),
-        ({"prompt": "red " * 2000}, "prompt", "tokens long"),
+        ({"prompt": "red " * 2000}, "prompt", "must be at most 512 tokens"),
     ],
 )
 def test_what_cannot_be_edited_names_the_parameter(
@@ -140,22 +140,22 @@ def test_what_cannot_be_edited_names_the_parameter(
 
 def test_pixels_may_lie_in_shared_memory(server: RunningServer, expected: dict[str, np.ndarray]) -> None:
     run = edit_run("a red 7", [photo(150, 60)], **OPTIONS)
-    picture = photo(150, 60).reshape(-1)
-    region = shm.create_shared_memory_region("edit", "/omni_test_edit", picture.nbytes)
+    pixels = photo(150, 60).reshape(-1)
+    region = shm.create_shared_memory_region("edit", "/omni_test_edit", pixels.nbytes)
     client = grpcclient.InferenceServerClient(server.grpc)
     try:
-        shm.set_shared_memory_region(region, [picture])
-        client.register_system_shared_memory("edit", "/omni_test_edit", picture.nbytes)
+        shm.set_shared_memory_region(region, [pixels])
+        client.register_system_shared_memory("edit", "/omni_test_edit", pixels.nbytes)
         request = grpcclient.InferInput("request", [1], "BYTES")
         request.set_data_from_numpy(np.array([encode_request(run.request)], object))
         stream = grpcclient.InferInput("stream", [1], "BOOL")
         stream.set_data_from_numpy(np.array([False]))
-        image = grpcclient.InferInput("image", list(picture.shape), "UINT8")
-        image.set_shared_memory("edit", picture.nbytes)
+        image = grpcclient.InferInput("image", list(pixels.shape), "UINT8")
+        image.set_shared_memory("edit", pixels.nbytes)
         answers: list[Any] = []
         client.start_stream(lambda result, error: answers.append(error or result))
         client.async_stream_infer(MODEL, [request, stream, image])
-        wait_for(lambda: bool(answers), 120, "the picture")
+        wait_for(lambda: bool(answers), 120, "the image")
         drawn = answers[0].as_numpy("image").astype(int)
         assert int(np.abs(drawn.reshape(expected["whole"].shape) - expected["whole"]).max()) <= 1
     finally:
@@ -180,4 +180,4 @@ def test_a_client_that_leaves_frees_its_place(sdk: openai.OpenAI, server: Runnin
     stream = edit(sdk, stream=True, partial_images=3, extra_body=slow)
     assert next(iter(stream)).type == "image_edit.partial_image"
     stream.close()
-    wait_for(lambda: idle(server, MODEL), 20.0, "the run is stopped")
+    wait_until_idle(server, MODEL, timeout_s=20.0)

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
-from tests.kit.load_generator import Plan, body, run_many
-from tests.kit.server_calls import holdings, idle
+from tests.kit.load_generator import Life, Plan, body, run_many
+from tests.kit.server_calls import holdings, wait_until_idle
 from tests.kit.triton_server import TOY_REPOSITORY, RunningServer, running_server, wait_for
 
 pytestmark = pytest.mark.triton
+HANGS_S = 60.0
 
 
 @pytest.mark.timeout(420)
@@ -35,7 +37,7 @@ def test_large_payloads_arrive_whole(toy: RunningServer) -> None:
 
 @pytest.fixture
 def own_toy() -> Iterator[RunningServer]:
-    """A server for one test: rarely the 24.10 server itself crashes over cancelled streams (docs/triton-24.10.md), and
+    """A server for one test: rarely the 24.10 server crashes over cancelled streams (docs/triton-versions.md), and
     then all tests that share one would fail."""
     with running_server([TOY_REPOSITORY]) as server:
         yield server
@@ -50,7 +52,7 @@ def is_as_before(before: dict[str, int], now: dict[str, int]) -> bool:
 def test_200_random_cancels_leave_nothing_behind(own_toy: RunningServer) -> None:
     toy = own_toy
     run_many(toy.grpc, [Plan(body(20)) for _ in range(32)], 16)  # warm: links, lanes and slabs exist
-    wait_for(lambda: idle(toy), 5, "idle before")
+    wait_until_idle(toy)
     before = holdings(toy)
     rng = random.Random(7)
     plans = [Plan(body(rng.randint(1, 60))) for _ in range(200)]
@@ -61,13 +63,25 @@ def test_200_random_cancels_leave_nothing_behind(own_toy: RunningServer) -> None
     assert sum(life.order_errors for life in lives) == 0
     ends = Counter(life.ends[0] for life in lives)
     assert ends["cancelled here"] > 100
-    wait_for(lambda: idle(toy), 1.0, "every worker slot free")
+    wait_until_idle(toy)
     wait_for(lambda: is_as_before(before, holdings(toy)), 5.0, f"as before: {before} now {holdings(toy)}")
 
 
-def test_slow_readers_hold_nobody_up(toy: RunningServer) -> None:
-    slow = [Plan(body(200, ("audio",)), pause_s=0.02, timeout_s=60) for _ in range(4)]
-    quick = [Plan(body(50, ("audio",)), timeout_s=60) for _ in range(12)]
-    lives = run_many(toy.grpc, slow + quick, 16)
-    assert [life.ends for life in lives] == [["stop"]] * 16
-    assert max(life.seconds for life in lives[4:]) < min(life.seconds for life in lives[:4])
+def test_clients_that_do_not_read_hold_up_no_other(toy: RunningServer) -> None:
+    reached, go_on = threading.Semaphore(0), threading.Event()
+
+    def stand_still() -> None:
+        reached.release()
+        assert go_on.wait(HANGS_S)
+
+    stalled, lives = [Plan(body(200, ("audio",)), reading=stand_still) for _ in range(4)], list[Life]()
+    clients = threading.Thread(target=lambda: lives.extend(run_many(toy.grpc, stalled, 4)))
+    clients.start()
+    for _ in stalled:
+        assert reached.acquire(timeout=HANGS_S), "every stalled client has a response before it"
+    others = run_many(toy.grpc, [Plan(body(50, ("audio",)), timeout_s=HANGS_S) for _ in range(12)], 12)
+    assert [life.ends for life in others] == [["stop"]] * 12
+    assert lives == [], "the others ended while these stood still"
+    go_on.set()
+    clients.join(HANGS_S)
+    assert [(life.ends, life.counts["audio"], life.order_errors) for life in lives] == [(["stop"], 200, 0)] * 4

@@ -13,8 +13,8 @@ import pytest
 from tests.kit.fuzzed_requests import random_plan
 from tests.kit.load_generator import Life, Plan, body, run_many
 from tests.kit.metrics_reconcile import disagreements, outcome_of
-from tests.kit.server_calls import HTTP_TIMEOUT_S, idle, metrics
-from tests.kit.triton_server import RunningServer, wait_for
+from tests.kit.server_calls import HTTP_TIMEOUT_S, metrics, wait_until_idle
+from tests.kit.triton_server import RunningServer
 from triton_omni.backends.supervisor.home import REPO
 
 pytestmark = pytest.mark.triton
@@ -23,10 +23,10 @@ STREAMS = 16
 
 def lived(server: RunningServer, plans: list[Plan]) -> tuple[dict[str, float], list[tuple[Plan, Life]]]:
     """The page before, and all lives after which the server is idle again."""
-    wait_for(lambda: idle(server), 30, "idle before")
+    wait_until_idle(server, timeout_s=30)
     before = metrics(server)
     lives = list(zip(plans, run_many(server.grpc, plans, STREAMS), strict=True))
-    wait_for(lambda: idle(server), 30, "idle after")
+    wait_until_idle(server, timeout_s=30)
     return before, lives
 
 

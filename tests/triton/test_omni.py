@@ -25,9 +25,10 @@ import yaml
 
 from tests.kit.omni_chats import CHATS, FRAMES
 from tests.kit.omni_media import CASES, TOKENS, openai_content, our_request
-from tests.kit.server_calls import idle
+from tests.kit.server_calls import wait_until_idle
 from tests.kit.triton_server import RunningServer, running_server, wait_for
 from triton_omni import Client
+from triton_omni.backends.core.outputs import TextPiece
 from triton_omni.backends.wire import BadRequest, GenerateRequest, Message, Sampling, SpeechParams
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
@@ -166,7 +167,10 @@ def ask_grpc(client: Client, key: Key, *modalities: str) -> Answer:
     kinds: list[str] = []
     for piece in client.generate("qwen3_omni", request, timeout_s=240, media=given):
         kinds.append(piece.event.type)
-        answer.tokens = [*answer.tokens, *piece.event.meta.get("token_ids", [])]
+        answer.tokens = [
+            *answer.tokens,
+            *(piece.event.piece.token_ids if isinstance(piece.event.piece, TextPiece) else ()),
+        ]
         answer.text += piece.text or ""
         if piece.audio is not None:
             audio.append(piece.audio)
@@ -238,7 +242,7 @@ def test_joining_and_leaving_everything_is_transformers(
             check(model, answer, reference[key], SAME)
         preempted += sum(answer.preemptions for answer in answers)
     assert bool(preempted) is is_tight, "a tight server must preempt, and a roomy one has no reason to"
-    wait_for(lambda: idle(server, "qwen3_omni"), 10.0, "every run is over")
+    wait_until_idle(server, "qwen3_omni", timeout_s=10.0)
 
 
 def test_repeated_prompts_come_out_of_the_prefix_cache(client: Client, model: Any, reference: dict[Key, Any]) -> None:
@@ -263,7 +267,7 @@ def test_unknown_voices_are_refused_with_the_known_ones(client: Client, server: 
     with pytest.raises(BadRequest, match="aiden, chelsie, ethan") as caught:
         list(client.generate("qwen3_omni", request, timeout_s=60))
     assert caught.value.where == "speech.voice"
-    wait_for(lambda: idle(server, "qwen3_omni"), 10.0, "every run is over")
+    wait_until_idle(server, "qwen3_omni", timeout_s=10.0)
 
 
 def test_forced_calls_and_json_through_the_sdk(server: RunningServer) -> None:
@@ -296,7 +300,7 @@ def test_cancelled_requests_leave_nothing(client: Client, server: RunningServer,
         for _ in range(pieces):
             next(answer)
         answer.close()
-    wait_for(lambda: idle(server, "qwen3_omni"), 10.0, "every run is over")
+    wait_until_idle(server, "qwen3_omni", timeout_s=10.0)
     assert ask_grpc(client, 2, "text", "audio").tokens == reference[2].token_ids
 
 
@@ -368,7 +372,7 @@ def test_an_abort_in_any_phase_ends_once_and_leaves_the_others_alone(
             client.abort("qwen3_omni", other.request_id)
         for other in others:
             assert other.result(60)[-1] in ("cancelled", "completed")
-    wait_for(lambda: idle(server, "qwen3_omni"), 30, "every run is over")
+    wait_until_idle(server, "qwen3_omni", timeout_s=30)
     again = ask_grpc(client, 1, "text", "audio")
     assert again.tokens == alone.tokens
     np.testing.assert_array_equal(again.audio, alone.audio)

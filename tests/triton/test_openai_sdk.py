@@ -18,7 +18,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.kit.server_calls import health, idle, metrics
+from tests.kit.server_calls import health, metrics, wait_until_idle
 from tests.kit.triton_server import RunningServer, wait_for
 from triton_omni import AsyncClient, Client, GenerateRequest, Message, OmniError, Sampling
 from triton_omni.backends.pipelines.toy.engines import FRAMES_PER_TOKEN, SAMPLES_PER_FRAME, sine
@@ -156,7 +156,7 @@ def test_a_client_that_leaves_frees_the_stages(
     }  # fmt: skip
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{toy_proxy_url}/v1/chat/completions", json=body, timeout=httpx.Timeout(10, read=0.5))
-    wait_for(lambda: idle(toy), 5, "all stages free")
+    wait_until_idle(toy)
 
 
 def test_sixteen_at_once_do_not_mix(sdk: openai.OpenAI) -> None:
@@ -233,7 +233,7 @@ def test_client_errors(toy: RunningServer) -> None:
     with Client("127.0.0.1:1") as nobody, pytest.raises(OmniError) as gone:
         nobody.health("toy")
     assert gone.value.code == "unavailable"
-    wait_for(lambda: idle(toy), 5, "all stages free")
+    wait_until_idle(toy)
 
 
 def test_closing_the_iterator_cancels(toy: RunningServer) -> None:
@@ -242,7 +242,7 @@ def test_closing_the_iterator_cancels(toy: RunningServer) -> None:
         next(pieces)
         wait_for(lambda: health(toy)["live"] == 1, 5)
         pieces.close()
-        wait_for(lambda: idle(toy), 1, "free within a second")
+        wait_until_idle(toy)
 
 
 def test_abort_by_id(toy: RunningServer) -> None:

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from tests.kit.load_generator import Life, Plan, body, run_many, run_one
-from tests.kit.server_calls import health, idle
+from tests.kit.server_calls import health, wait_until_idle
 from tests.kit.triton_server import RunningServer, wait_for
 from triton_omni.backends.control import probe
 
@@ -20,7 +20,7 @@ COUNT, TOKENS = 8, 3
 
 def test_opens_of_one_long_step_join_together_and_hold_up_no_other_stage(toy: RunningServer) -> None:
     """The step is as long as we keep the worker stopped; the engine's own count of steps says who joined when."""
-    wait_for(lambda: idle(toy), 10, "idle")
+    wait_until_idle(toy, timeout_s=10)
     run_one(toy.grpc, Plan(body(1)))  # links exist
     tokens = toy.instance("toy_tokens")
     before = probe(tokens.address, 5).numbers

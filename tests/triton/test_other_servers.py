@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.kit.load_generator import Life, Plan, body, run_many, run_one
-from tests.kit.server_calls import generate, health, idle
+from tests.kit.server_calls import generate, health, idle, wait_until_idle
 from tests.kit.triton_server import TOY_REPOSITORY, running_server, toy_repository, wait_for
+from triton_omni.backends.config.paths import LOOPBACK_VARIABLE, operator_key
 from triton_omni.backends.control import probe
 from triton_omni.backends.repository import write
 from triton_omni.backends.supervisor.serve.run_folder import HEALTH_FILE
@@ -76,7 +77,7 @@ def test_several_instances_of_a_stage_share_the_work(tmp_path: Path) -> None:
         assert [life.ends for life in lives] == [["length"]] * 24
         assert sum(life.order_errors for life in lives) == 0
         assert health(server)["stages"]["wave"]["instances"] == 2
-        wait_for(lambda: idle(server), 2, "every slot free")
+        wait_until_idle(server)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,20 @@ def test_a_pipeline_that_cannot_be_loaded_leaves_the_others_up(tmp_path: Path) -
         found = json.loads((server.run_dir / HEALTH_FILE).read_text())
         assert "pipeline image is not loaded" in found["problems"][0] and "no_such_folder" in found["problems"][0]
         assert generate(server, "image", text_input="a red 7", operation="image")[0] == 400  # 24.10 has no 503
+
+
+def test_stages_of_a_server_that_others_reach_answer_direct_calls_with_the_operators_key(tmp_path: Path) -> None:
+    """Anybody who reached Triton's port could feed stages past admission and its limits."""
+    deploy = "pipeline: toy\nstages:\n  tokens: {}\n  frames: {direct_calls: true}\n  wave: {}\n"
+    not_loopback = {LOOPBACK_VARIABLE: ""}
+    with running_server([toy_repository(tmp_path, deploy)], variables=not_loopback) as server:
+        status, answer = generate(server, "toy_tokens", text_input="x", max_tokens=2)
+        assert status == 400 and answer["error"].startswith("[bad_request:operator_key] stage models answer"), answer
+        key = operator_key(server.run_dir)
+        for parameters, expected in (({"operator_key": key}, 200), ({"operator_key": key[:-1]}, 400)):
+            assert generate(server, "toy_tokens", text_input="x", max_tokens=2, **parameters)[0] == expected
+        assert generate(server, "toy_frames", text_input="one two", operation="speech")[0] == 200
+        assert run_one(server.grpc, Plan(body(5))).ends == ["length"], "the orchestrator's calls need no key"
 
 
 def test_generate_without_the_speech_stages(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kit.load_generator import Plan, abort, body, run_one
-from tests.kit.server_calls import health, idle
+from tests.kit.server_calls import health, wait_until_idle
 from tests.kit.triton_server import TOY_REPOSITORY, RunningServer, running_server, wait_for
 from triton_omni.backends.supervisor.home import find_home
 
@@ -37,7 +37,7 @@ def held(server: RunningServer) -> Iterator[str]:
     yield "held-one"
     abort(server.grpc, "toy", "held-one")
     client.join(20)
-    wait_for(lambda: idle(server), 20, "idle")
+    wait_until_idle(server, timeout_s=20)
 
 
 def command(server: RunningServer, *words: str) -> str:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,34 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.package_wheel import FOLDERS, build_wheel, write_traps
 from triton_omni.backends.repository import deploy_files
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = {"client": "triton_omni", "backends": "triton_omni.backends"}
-BUILD_TIMEOUT_S = 120
 RUN_TIMEOUT_S = 60
-TRAP = "raise RuntimeError('a file of the user was imported in place of a package')\n"
 SCRIPT = """
 import sys
 from triton_omni import Client
 from triton_omni.backends import wire
 print(sys.modules["triton_omni"].__file__, wire.__file__)
 """
-
-
-def build_wheel(folder: Path) -> Path:
-    """A wheel of this checkout. Built from a copy, as a build leaves files beside its sources."""
-    source = folder / "source"
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source)
-    build = "import sys; from setuptools import build_meta as b; print(b.build_wheel(sys.argv[1]))"
-    subprocess.run(
-        [sys.executable, "-c", build, str(folder)],
-        cwd=source, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S,
-    )  # fmt: skip
-    return next(folder.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +68,7 @@ def test_the_wheel_holds_every_file(installed: Path) -> None:
 
 
 def test_files_beside_a_script_shadow_nothing(installed: Path, tmp_path: Path) -> None:
-    for name in ("client", "backends", "wire", "cli", "media", "core"):
-        (tmp_path / f"{name}.py").write_text(TRAP)
+    write_traps(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
     packages = run_installed(installed, tmp_path, "script.py").split()
     assert [Path(file).is_relative_to(installed) for file in packages] == [True, True]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallel: diffusers splits the tokens of a picture over the ranks, inside the transformer's stock forward.
+"""Context parallelism: diffusers splits the tokens of an image over the ranks inside the transformer's stock forward.
 
-Each rank keeps its share of image and text tokens through all blocks; in attention the ranks meet (`ulysses`: every
-rank sees all tokens for some of the heads; `ring`: its own tokens see the others' in turn), and the last layer's
-output is gathered on all. This is what diffusers' `enable_parallelism` does, which itself asks for an accelerator.
+Each rank keeps its share of image and text tokens through all blocks. Attention exchanges data (`ulysses`: every rank
+sees all tokens for some of the heads; `ring`: its own tokens see the others' in turn), and the output of the last layer
+is gathered on all ranks. This is what diffusers' `enable_parallelism` does, except that it requires an accelerator.
 """
 
 from __future__ import annotations
@@ -14,32 +14,34 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.diffusion.options import Parallel
+from triton_omni.backends.diffusion.options import ParallelOptions
 from triton_omni.backends.diffusion.upstream import ContextParallelConfig, ParallelConfig, apply_context_parallel
 
-RING_ATTENTION = "_native_flash"  # PyTorch's own; unlike its default it also says how much each token saw
+RING_ATTENTION = "_native_flash"  # PyTorch's own; unlike its default it returns the log-sum-exp that ring needs
 
 
-def lacks(transformer: Any, parallel: Parallel, device: torch.device) -> str:
-    """What keeps this transformer from being shared so, in words; empty if nothing does."""
+def unsupported_reason(transformer: Any, parallel: ParallelOptions, device: torch.device) -> str:
+    """Why this transformer cannot be split over ranks; empty if it can."""
     if getattr(transformer, "_cp_plan", None) is None:
-        return f"{type(transformer).__name__} has no plan for it"
+        return f"{type(transformer).__name__} has no context parallel plan"
     if parallel.kind == "ring" and device.type != "cuda":
-        return "kind: ring: attention that says how much each token saw exists on GPUs only"
+        return "kind: ring: its attention kernel exists on GPUs only"
     heads: int = transformer.config.num_attention_heads
     if parallel.kind == "ulysses" and heads % parallel.context:
-        return f"kind: ulysses: {heads} attention heads cannot be shared evenly by {parallel.context}"
+        return f"kind: ulysses: {heads} attention heads are not divisible by {parallel.context} ranks"
     return ""
 
 
-def check_shareable(image_tokens: int, parallel: Parallel, device: torch.device, field: str) -> None:
-    """Refuse a size that Gloo cannot gather: it wants pieces of equal size, which NCCL does not."""
+def check_divisible(image_tokens: int, parallel: ParallelOptions, device: torch.device, field: str) -> None:
+    """Refuse sizes that Gloo cannot gather: unlike NCCL it needs pieces of equal size."""
     if device.type == "cpu" and image_tokens % parallel.context:
-        raise BadRequest(f"{image_tokens} image tokens cannot be shared by {parallel.context} ranks on the CPU", field)
+        raise BadRequest(
+            f"{image_tokens} image tokens are not divisible by {parallel.context} ranks, as the CPU requires", field
+        )
 
 
-def share(transformer: Any, parallel: Parallel, device: torch.device) -> None:
-    """From now on every forward is one of all ranks, which give it the same. Collective, after `ranks.join`."""
+def enable(transformer: Any, parallel: ParallelOptions, device: torch.device) -> None:
+    """Split every forward over all ranks, which call it with equal inputs. Collective, after `ranks.join`."""
     ring = parallel.kind == "ring"
     context = ContextParallelConfig(
         ring_degree=parallel.context if ring else 1,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward computed by all ranks of an instance (ranks.py), in one of two manners.
+"""A forward computed by all ranks of an instance (ranks.py), in one of two ways.
 
-    cfg      every rank gets some parts of the step, and the results are gathered
-    context  every rank gets all of it, and diffusers splits each picture's tokens inside the transformer (context.py)
+    cfg      every rank computes some parts of the step, and the results are gathered
+    context  every rank gets all parts, and diffusers splits each image's tokens inside the transformer (context.py)
 
-A step that breaks off while somebody waits for somebody leaves the ranks out of step, so it ends the worker.
+A step that breaks off while ranks wait for one another leaves them out of step, so it ends the worker.
 """
 
 from __future__ import annotations
@@ -17,92 +17,104 @@ from math import prod
 import torch
 
 from triton_omni.backends.core.errors import StageFailed
-from triton_omni.backends.diffusion.forward import COMPUTE_ERRORS, Forward, Pictures, Prediction
+from triton_omni.backends.diffusion.forward import COMPUTE_ERRORS, Forward, ForwardInput, Prediction
 from triton_omni.backends.diffusion.options import DiffusionOptions
-from triton_omni.backends.diffusion.parallel.partition import Ask, Outline, Part, deal, pack, parts_of, reason, together
-from triton_omni.backends.diffusion.parallel.ranks import Ranks
+from triton_omni.backends.diffusion.parallel.partition import (
+    ForwardPart,
+    ForwardRequest,
+    PartShape,
+    error_text,
+    gather,
+    pack,
+    partition,
+    parts_of,
+)
+from triton_omni.backends.diffusion.parallel.ranks import RankGroup
 
 log = logging.getLogger("triton_omni.diffusion")
 
+Results = list[tuple[ForwardPart, torch.Tensor]]
 
-class Spread:
+
+class ParallelForward:
     """A forward whose parts are computed by all ranks."""
 
-    def __init__(self, own: Forward, ranks: Ranks, options: DiffusionOptions) -> None:
+    def __init__(self, own: Forward, ranks: RankGroup, options: DiffusionOptions) -> None:
         self._own, self._ranks = own, ranks
         self._dtype: torch.dtype = getattr(torch, options.dtype)
         self._answer_s = options.parallel.answer_s
         self._gathers = options.parallel.context == 1
-        self._by_picture = options.batching != "seq"  # the stock arithmetic of a branch is one call for its pictures
-        self._known: list[tuple[int, torch.Size]] = []
-        """The drawings that the followers have the texts of, and their sizes."""
-        self._shares: list[list[Part]] = []
-        """By rank; they keep the drawings."""
+        self._by_image = options.batching != "seq"  # the stock arithmetic computes all images of a branch in one call
+        self._known: list[tuple[ForwardInput, torch.Size]] = []
+        """Inputs whose text features the other ranks have, and the shapes of their latents."""
+        self._shares: list[list[ForwardPart]] = []
+        """Parts by rank."""
 
-    def predict(self, drawings: Sequence[Pictures]) -> list[Prediction]:
-        known = [(id(drawing), drawing.seen().shape) for drawing in drawings]
-        are_new = known != self._known
+    def predict(self, inputs: Sequence[ForwardInput]) -> list[Prediction]:
+        known = [(source, source.model_input().shape) for source in inputs]
+        are_new = known != self._known  # inputs compare by identity
         if are_new:
-            self._known, self._shares = known, self._dealt(drawings)
+            self._known, self._shares = known, self._partition(inputs)
         others = {rank: share for rank, share in enumerate(self._shares) if rank and share}
-        asks = {rank: self._ask(share, are_new) for rank, share in others.items()}  # what fails here fails alone
+        requests = {rank: self._request(share, are_new) for rank, share in others.items()}  # an error here is local
         try:
-            found, errors = self._exchange(others, asks)
-        except COMPUTE_ERRORS as error:  # somebody still waits for words or numbers, or has some for us
+            results, errors = self._exchange(others, requests)
+        except COMPUTE_ERRORS as error:  # a rank still waits for data, or has some for us
             raise StageFailed(f"a step broke off between the ranks: {error}") from error
         if not self._gathers and errors and (len(errors) <= len(others) or len(set(errors)) > 1):
-            raise StageFailed(f"a forward went well on some ranks only: {errors[0]}")
+            raise StageFailed(f"a forward failed on some ranks only: {errors[0]}")
         if errors:
             raise RuntimeError(errors[0])
-        return together(found, drawings)
+        return gather(results, inputs)
 
     def forget(self) -> None:
-        """Drop what is kept of the last drawings; a follower keeps its copies until it is asked again."""
+        """Drop cached state; the other ranks keep theirs until the next request."""
         self._known, self._shares = [], []
         self._own.forget()
 
-    def _dealt(self, drawings: Sequence[Pictures]) -> list[list[Part]]:
-        parts = parts_of(drawings, self._by_picture)
+    def _partition(self, inputs: Sequence[ForwardInput]) -> list[list[ForwardPart]]:
+        parts = parts_of(inputs, self._by_image)
         if not self._gathers:
             return [parts] * self._ranks.count
-        ranks = deal([part.tokens for part in parts], self._ranks.count)
-        return [[p for p, of in zip(parts, ranks, strict=True) if of == rank] for rank in range(self._ranks.count)]
+        rank_of = partition([part.tokens for part in parts], self._ranks.count)
+        return [[p for p, of in zip(parts, rank_of, strict=True) if of == rank] for rank in range(self._ranks.count)]
 
-    def _ask(self, share: Sequence[Part], are_new: bool) -> tuple[Ask, torch.Tensor]:
-        """What a follower is to be told, and the numbers that go with it."""
-        numbers = pack(share, are_new, self._dtype)
-        return Ask(len(numbers), tuple(Outline.of(part) for part in share) if are_new else None), numbers
+    def _request(self, share: Sequence[ForwardPart], are_new: bool) -> tuple[ForwardRequest, torch.Tensor]:
+        """The message to a rank, and the tensor that follows it."""
+        values = pack(share, are_new, self._dtype)
+        return ForwardRequest(len(values), tuple(PartShape.of(p) for p in share) if are_new else None), values
 
     def _exchange(
-        self, others: Mapping[int, Sequence[Part]], asks: Mapping[int, tuple[Ask, torch.Tensor]]
-    ) -> tuple[list[tuple[Part, torch.Tensor]], list[str]]:
-        """Ask, compute, hear everybody and take what they have; the results, and what went wrong on which rank."""
+        self, others: Mapping[int, Sequence[ForwardPart]], requests: Mapping[int, tuple[ForwardRequest, torch.Tensor]]
+    ) -> tuple[Results, list[str]]:
+        """Send requests, compute the own share and receive all replies; results, and the errors of all ranks."""
         deadline_s = time.monotonic() + self._answer_s
-        sent = {rank: self._ranks.ask(rank, ask, numbers) for rank, (ask, numbers) in asks.items()}
-        found, errors = self._own_part()
+        sends = {rank: self._ranks.request(rank, request, values) for rank, (request, values) in requests.items()}
+        results, errors = self._own_results()
         for rank, share in others.items():
-            answer = self._ranks.answer(rank, deadline_s)
-            errors += [answer.error] if answer.error else []
-            if self._gathers and not answer.error:
-                found += zip(share, self._take(rank, share, answer.channels), strict=True)
-        for rank, work in sent.items():
-            self._ranks.sent(rank, work)
-        return found, errors
+            reply = self._ranks.reply(rank, deadline_s)
+            if reply.error:
+                errors.append(reply.error)
+            elif self._gathers:
+                results += zip(share, self._receive(rank, share, reply.channels), strict=True)
+        for rank, send in sends.items():
+            self._ranks.finish_send(rank, send)
+        return results, errors
 
-    def _own_part(self) -> tuple[list[tuple[Part, torch.Tensor]], list[str]]:
-        """Our own share, and what is wrong with it: the others have to be heard before anything is raised."""
+    def _own_results(self) -> tuple[Results, list[str]]:
+        """Results or the error of this rank's share; an error is raised only after all replies were received."""
         share = self._shares[0]
         try:
-            found = self._own.predict(share) if share else []
+            predictions = self._own.predict(share) if share else []
         except COMPUTE_ERRORS as error:
             log.warning("rank 0: a forward failed: %s", error)
-            return [], [reason(error)]
-        return [(part, one.positive) for part, one in zip(share, found, strict=True)], []
+            return [], [error_text(error)]
+        return [(part, prediction.positive) for part, prediction in zip(share, predictions, strict=True)], []
 
-    def _take(self, rank: int, share: Sequence[Part], channels: int) -> list[torch.Tensor]:
-        """A follower's results, (n, image tokens, channels) each."""
+    def _receive(self, rank: int, share: Sequence[ForwardPart], channels: int) -> list[torch.Tensor]:
+        """Results of a rank, (n, image tokens, channels) each."""
         shapes = [(part.n, prod(part.grids[0]), channels) for part in share]
-        numbers = share[0].seen().new_empty(sum(prod(shape) for shape in shapes), dtype=self._dtype)
-        self._ranks.take(rank, numbers)
-        pieces = numbers.split([prod(shape) for shape in shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        sizes = [prod(shape) for shape in shapes]
+        values = share[0].model_input().new_empty(sum(sizes), dtype=self._dtype)
+        self._ranks.receive(rank, values)
+        return [piece.view(shape) for piece, shape in zip(values.split(sizes), shapes, strict=True)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank of an instance computes of a step, and how it gets there: parts of drawings, dealt and sent.
+"""Which rank computes what of a step, and the messages between ranks.
 
-A share travels as a description (once, while the same drawings step together) and one flat tensor per step. Its time
-is sent in the dtype of the latents, which is what every forward makes of it first: nothing is rounded twice.
+A rank's share is described once, while the same runs step together, and sent as one flat tensor per step. The timestep
+travels in the dtype of the latents, to which every forward converts it first: nothing is rounded twice.
 """
 
 from __future__ import annotations
@@ -15,158 +15,155 @@ import msgspec
 import torch
 
 from triton_omni.backends.core.errors import MAX_MESSAGE_CHARS
-from triton_omni.backends.diffusion.forward import Pictures, Prediction
+from triton_omni.backends.diffusion.forward import ForwardInput, Prediction
 
 
 @dataclass(eq=False, frozen=True, slots=True)
-class Part:
-    """Pictures `first` to `first + n` of one guidance branch of a drawing."""
+class ForwardPart:
+    """Images `first` to `first + n` of one guidance branch of one input."""
 
-    drawing: Pictures
+    source: ForwardInput
     branch: int
     first: int
     n: int
 
     @property
     def grids(self) -> tuple[tuple[int, int, int], ...]:
-        return self.drawing.grids
+        return self.source.grids
 
     @property
     def tokens(self) -> int:
-        """Image and text tokens of all its pictures."""
+        """Image and text tokens of all its images."""
         return self.n * (sum(prod(grid) for grid in self.grids) + self.branches()[0].shape[1])
 
     def branches(self) -> tuple[torch.Tensor, ...]:
-        return (self.drawing.branches()[self.branch],)
+        return (self.source.branches()[self.branch],)
 
-    def time(self) -> torch.Tensor:
-        return self.drawing.time()
+    def timestep(self) -> torch.Tensor:
+        return self.source.timestep()
 
-    def seen(self) -> torch.Tensor:
-        return self.drawing.seen()[self.first : self.first + self.n]
+    def model_input(self) -> torch.Tensor:
+        return self.source.model_input()[self.first : self.first + self.n]
 
 
-def parts_of(drawings: Iterable[Pictures], by_picture: bool) -> list[Part]:
-    """All there is to compute, in order: branch by branch, or picture by picture of each branch."""
+def parts_of(inputs: Iterable[ForwardInput], by_image: bool) -> list[ForwardPart]:
+    """All parts of a step, in order: branch by branch, or image by image of each branch."""
     return [
-        Part(drawing, branch, first, 1 if by_picture else drawing.n)
-        for drawing in drawings
-        for branch in range(len(drawing.branches()))
-        for first in range(0, drawing.n, 1 if by_picture else drawing.n)
+        ForwardPart(source, branch, first, 1 if by_image else source.n)
+        for source in inputs
+        for branch in range(len(source.branches()))
+        for first in range(0, source.n, 1 if by_image else source.n)
     ]
 
 
-def deal(tokens: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each part, so that all have about as many tokens: the largest first, to whoever has least."""
-    held = [0] * ranks
+def partition(tokens: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each part, with about equal tokens per rank: the largest part first, to the least loaded rank."""
+    load = [0] * ranks
     rank_of = [0] * len(tokens)
     for part in sorted(range(len(tokens)), key=lambda p: -tokens[p]):
-        rank_of[part] = held.index(min(held))
-        held[rank_of[part]] += tokens[part]
+        rank_of[part] = load.index(min(load))
+        load[rank_of[part]] += tokens[part]
     return rank_of
 
 
-def together(found: Sequence[tuple[Part, torch.Tensor]], drawings: Sequence[Pictures]) -> list[Prediction]:
-    """The drawings' predictions out of those of their parts, (n, image tokens, channels) each, in any order."""
-    branches: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
-    for part, one in found:
-        branches.setdefault((id(part.drawing), part.branch), []).append((part.first, one))
-    whole = {key: torch.cat([one for _, one in sorted(some, key=lambda s: s[0])]) for key, some in branches.items()}
-    return [Prediction(whole[id(d), 0], whole.get((id(d), 1))) for d in drawings]
+def gather(results: Sequence[tuple[ForwardPart, torch.Tensor]], inputs: Sequence[ForwardInput]) -> list[Prediction]:
+    """Predictions of the inputs from the results of their parts, (n, image tokens, channels) each, in any order."""
+    branches: dict[tuple[ForwardInput, int], list[tuple[int, torch.Tensor]]] = {}
+    for part, result in results:
+        branches.setdefault((part.source, part.branch), []).append((part.first, result))
+    whole = {
+        key: torch.cat([result for _, result in sorted(pieces, key=lambda piece: piece[0])])
+        for key, pieces in branches.items()
+    }
+    return [Prediction(whole[source, 0], whole.get((source, 1))) for source in inputs]
 
 
-# --- on the way ---------------------------------------------------------------------------------------------------
-class Outline(msgspec.Struct, frozen=True, array_like=True):
-    """The sizes of a part: pictures, grids, text tokens and their width, and channels of the latents."""
+# --- messages ----------------------------------------------------------------------------------------------------
+class PartShape(msgspec.Struct, frozen=True, array_like=True):
+    """Sizes of a part: images, grids, text tokens, width of the text features, and channels of the latents."""
 
     n: int
     grids: tuple[tuple[int, int, int], ...]
-    text: int
+    text_tokens: int
     text_width: int
     channels: int
 
     @classmethod
-    def of(cls, part: Part) -> Outline:
-        _, text, text_width = part.branches()[0].shape
-        return cls(part.n, part.grids, text, text_width, part.seen().shape[2])
-
-    @property
-    def result_tokens(self) -> int:
-        return self.n * prod(self.grids[0])
+    def of(cls, part: ForwardPart) -> PartShape:
+        _, text_tokens, text_width = part.branches()[0].shape
+        return cls(part.n, part.grids, text_tokens, text_width, part.model_input().shape[2])
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """To a follower: a tensor of `numel` numbers follows. `parts` are None if they are those of the last time."""
+class ForwardRequest(msgspec.Struct, frozen=True, array_like=True):
+    """To a rank: a tensor of `numel` values follows. `parts` is None if they are those of the last request."""
 
     numel: int
-    parts: tuple[Outline, ...] | None = None
+    parts: tuple[PartShape, ...] | None = None
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """From a follower: it failed for this reason, or a tensor with so many channels follows, if one is due."""
+class ForwardReply(msgspec.Struct, frozen=True, array_like=True):
+    """From a rank: an error, or the number of channels of its results, which follow as a tensor unless `context` ranks
+    gather them. Also sent after load."""
 
     error: str = ""
     channels: int = 0
 
 
-def reason(error: Exception) -> str:
-    """Why a forward failed, in the same words on every rank."""
+def error_text(error: Exception) -> str:
+    """Text of a failed forward; equal on every rank for the same failure."""
     return str(error)[:MAX_MESSAGE_CHARS] or type(error).__name__
 
 
-def pack(parts: Sequence[Part], with_text: bool, dtype: torch.dtype) -> torch.Tensor:
-    """All numbers of these parts, flat: latents and time of each, then the texts of each, if wanted."""
-    pieces = [piece for part in parts for piece in (part.seen().reshape(-1), part.time().reshape(1))]
+def pack(parts: Sequence[ForwardPart], with_text: bool, dtype: torch.dtype) -> torch.Tensor:
+    """All values of these parts in one flat tensor: latents and timestep of each, then the text features of each."""
+    pieces = [piece for part in parts for piece in (part.model_input().reshape(-1), part.timestep().reshape(1))]
     if with_text:
         pieces += [part.branches()[0].reshape(-1) for part in parts]
     return torch.cat([piece.to(dtype) for piece in pieces])
 
 
 @dataclass(eq=False, slots=True)
-class Copy:
-    """A part where it is computed. Set by each step: latents and moment; `text` when it first came."""
+class RemotePart:
+    """A ForwardPart on the rank that computes it. Each step sets latents and time; `text` is set once."""
 
-    outline: Outline
+    shape: PartShape
     text: torch.Tensor | None = None
     latents: torch.Tensor | None = None
-    moment: torch.Tensor | None = None
+    time: torch.Tensor | None = None
 
     @property
     def n(self) -> int:
-        return self.outline.n
+        return self.shape.n
 
     @property
     def grids(self) -> tuple[tuple[int, int, int], ...]:
-        return self.outline.grids
+        return self.shape.grids
 
     def branches(self) -> tuple[torch.Tensor, ...]:
         assert self.text is not None
         return (self.text,)
 
-    def time(self) -> torch.Tensor:
-        assert self.moment is not None
-        return self.moment
+    def timestep(self) -> torch.Tensor:
+        assert self.time is not None
+        return self.time
 
-    def seen(self) -> torch.Tensor:
+    def model_input(self) -> torch.Tensor:
         assert self.latents is not None
         return self.latents
 
 
-def unpack(flat: torch.Tensor, copies: Sequence[Copy], with_text: bool) -> None:
-    """The inverse of `pack`, into `copies`. Raises ValueError if these are not their sizes."""
-    at = 0
-
-    def take(*shape: int) -> torch.Tensor:
-        nonlocal at
-        at += prod(shape)
-        return flat[at - prod(shape) : at].view(shape)
-
-    for copy in copies:
-        outline = copy.outline
-        copy.latents = take(outline.n, sum(prod(grid) for grid in outline.grids), outline.channels)
-        copy.moment = take(1)[0]
+def unpack(flat: torch.Tensor, parts: Sequence[RemotePart], with_text: bool) -> None:
+    """The inverse of `pack`, into `parts`. Raises ValueError if the sizes do not match."""
+    shapes: list[tuple[int, ...]] = []
+    for part in parts:
+        shapes += [(part.n, sum(prod(grid) for grid in part.grids), part.shape.channels), (1,)]
     if with_text:
-        for copy in copies:
-            copy.text = take(1, copy.outline.text, copy.outline.text_width)
-    if at != len(flat):
-        raise ValueError(f"{len(flat)} numbers came instead of {at}")
+        shapes += [(1, part.shape.text_tokens, part.shape.text_width) for part in parts]
+    sizes = [prod(shape) for shape in shapes]
+    if sum(sizes) != len(flat):
+        raise ValueError(f"{len(flat)} values received instead of {sum(sizes)}")
+    tensors = [piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes, strict=True)]
+    for index, part in enumerate(parts):
+        part.latents, part.time = tensors[2 * index], tensors[2 * index + 1][0]
+        if with_text:
+            part.text = tensors[2 * len(parts) + index]

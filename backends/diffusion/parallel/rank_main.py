@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one rank of an instance. Started by ranks.py, never by hand.
+"""Process of one rank of an instance, started by ranks.py.
 
-Light, so that the process ends with its engine from its first moment on, also while torch is imported.
+Imports are light until the watchdog thread runs, so that the process ends with its engine even while torch is imported.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from triton_omni.backends.telemetry import logs
 
 
 def main() -> int:
-    """Load, join, serve until the engine's end of the socket closes."""
+    """Load, join, and serve until the engine's end of the socket closes."""
     parser = argparse.ArgumentParser(prog="triton_omni.backends.diffusion.parallel.rank_main")
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--folder", type=Path, required=True, help="the model, in diffusers layout")
-    parser.add_argument("--fd", type=int, required=True, help="our end of the engine's socket pair")
-    parser.add_argument("--store", type=int, required=True, help="file descriptor of where the ranks meet")
+    parser.add_argument("--folder", type=Path, required=True, help="model in diffusers layout")
+    parser.add_argument("--fd", type=int, required=True, help="this rank's end of the engine's socket pair")
+    parser.add_argument("--store", type=int, required=True, help="file descriptor of torch.distributed's FileStore")
     parser.add_argument("--device", required=True, help="cpu or cuda")
     parser.add_argument("--options", required=True, help="the stage's engine options as JSON")
     args = parser.parse_args()
     exit_with_peer(args.fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the engine says when we end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine ends this process, not a terminal's Ctrl-C
     handler = logs.stderr_handler(f"%(levelname).1s %(asctime)s rank {args.rank} %(message)s", rank=str(args.rank))
     logging.basicConfig(level=logs.level(), handlers=[handler])
 

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes, each with the transformer on a GPU of its own: started, joined, heard and ended.
+"""Starts, joins, watches and ends the processes that share an instance's forwards, one transformer per GPU.
 
-The engine is rank 0: it alone has requests, schedulers, text encoder and VAE. The others are *followers*
-(follower.py): they hold the transformer and compute what they are asked. Words go over a socket to each, numbers over
-torch.distributed (NCCL between GPUs, Gloo between CPUs, both on this host only). What is asked stands in spread.py.
+The engine is rank 0: it alone has requests, schedulers, text encoder and VAE. The other ranks (rank_worker.py) hold the
+transformer and compute forward requests. Messages travel over a socket per rank, tensors over torch.distributed (NCCL
+between GPUs, Gloo between CPUs, both on this host only). ParallelForward (forward.py) decides what is computed where.
 
-Ends. A follower answers whether its forward went well before any result is sent, so a request that cannot be computed
-fails everywhere or nowhere, and the ranks stay in step. One that dies is seen by its socket, one that hangs by
-`answer_s`: both end the step with StageFailed, which ends the worker, and the stub starts another. Where the engine
-waits inside a collective that never comes back, a thread that watches the followers ends the process. A follower ends
-when its socket closes, whatever closed it.
+Failures. A rank replies whether its forward succeeded before any result is sent, so a request that cannot be computed
+fails everywhere or nowhere, and the ranks stay in step. A rank that dies is seen by its socket, one that hangs by
+`answer_s`: both end the step with StageFailed, which ends the worker, and the stub restarts it. If the engine itself
+waits inside a collective that never returns, the watcher thread ends the process. A rank ends when its socket closes.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ import torch.distributed as dist
 
 from triton_omni.backends.core.engine import OptionsError
 from triton_omni.backends.core.errors import StageFailed
-from triton_omni.backends.diffusion.options import DiffusionOptions, Parallel
+from triton_omni.backends.diffusion.options import DiffusionOptions, ParallelOptions
 from triton_omni.backends.diffusion.parallel import context
-from triton_omni.backends.diffusion.parallel.partition import Answer, Ask
+from triton_omni.backends.diffusion.parallel.partition import ForwardReply, ForwardRequest
 
 log = logging.getLogger("triton_omni.diffusion")
 
-GRACE_S = 5.0  # a worker that has lost a follower fails its requests in words within this time, or ends without
-LEAVE_S = 5.0  # for a killed process to be gone
-MAX_WORDS = 1 << 18  # bytes of one message; an outline is about 50, an error 2,000 at most
+GRACE_S = 5.0  # time for a worker that has lost a rank to fail its requests before the process is ended
+KILL_WAIT_S = 5.0  # for a killed process to exit
+MAX_MESSAGE_BYTES = 1 << 18  # a PartShape takes about 50 bytes, an error at most 2,000
 JOIN = b"join"
 
 
 def join(rank: int, transformer: Any, options: DiffusionOptions, device: torch.device, store_fd: int) -> None:
-    """Become `rank` of those that meet in the file `store_fd`. All ranks call this at the same time."""
+    """Join the process group through the FileStore `store_fd`. Collective: all ranks call this at the same time."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     ranks, on_gpu = options.parallel.ranks, device.type == "cuda"
@@ -61,23 +60,23 @@ def join(rank: int, transformer: Any, options: DiffusionOptions, device: torch.d
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=options.parallel.answer_s),
-        device_id=torch.device("cuda", rank) if on_gpu else None,  # the engine's own device has no number
+        device_id=torch.device("cuda", rank) if on_gpu else None,  # the engine's device has no index
     )
-    here = torch.ones(1, device=device)
-    dist.all_reduce(here)  # the first collective connects: what is wrong with that is a load error
-    assert int(here) == ranks
+    count = torch.ones(1, device=device)
+    dist.all_reduce(count)  # the first collective connects, so that connection errors are load errors
+    assert int(count) == ranks
     if options.parallel.context > 1:
-        context.share(transformer, options.parallel, device)
+        context.enable(transformer, options.parallel, device)
 
 
-def check_gpus(parallel: Parallel, gpus: int, stage: str) -> None:
-    """Raise OptionsError unless an instance has a GPU for each rank and no other.
+def check_gpus(parallel: ParallelOptions, gpus: int, stage: str) -> None:
+    """Raise OptionsError unless an instance has exactly one GPU per rank.
 
-    0: it runs on a CPU, or there is no GPU that works, of which torch says more.
+    `gpus` is 0 on a CPU, and if no GPU works, which torch reports itself.
     """
     if gpus and parallel.ranks != gpus:
         raise OptionsError(
-            f"stage '{stage}': parallel makes {parallel.ranks} rank(s), but an instance has {gpus} GPU(s); "
+            f"stage '{stage}': parallel needs {parallel.ranks} GPU(s), but an instance has {gpus} GPU(s); "
             f"set gpus_per_instance to the number of ranks"
         )
 
@@ -89,25 +88,25 @@ def _leave(on_gpu: bool) -> None:
         dist.destroy_process_group()
 
 
-class Ranks:
-    """The followers of one instance: started and joined when made, gone when closed."""
+class RankGroup:
+    """The other ranks of one instance: started and joined by the constructor, ended by `close`."""
 
     def __init__(self, folder: Path, options: DiffusionOptions, device: torch.device, transformer: Any) -> None:
-        """`transformer` is that of this rank. Raises OptionsError if another cannot load, or they cannot be joined."""
+        """`transformer` is that of this rank. Raises OptionsError if a rank cannot load or join."""
         self.count = options.parallel.ranks
-        problem = context.lacks(transformer, options.parallel, device) if options.parallel.context > 1 else ""
-        if problem:
-            raise OptionsError(f"parallel: {problem}")
+        reason = context.unsupported_reason(transformer, options.parallel, device)
+        if options.parallel.context > 1 and reason:
+            raise OptionsError(f"parallel: {reason}")
         self._transformer, self._options, self._device = transformer, options, device
         self._socks: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._store = os.memfd_create("ranks")  # where they meet; nothing of it stays behind
+        self._store = os.memfd_create("ranks")  # anonymous: leaves no file behind
         self._closing, self._closed = os.pipe()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         try:
-            for rank in range(1, self.count):  # one after the other: host memory holds the weights of one
+            for rank in range(1, self.count):  # sequential: host memory holds the weights of one rank at a time
                 self._start(rank, folder)
-                self._loaded(rank)
+                self._wait_loaded(rank)
             self._watcher.start()
             self._join()
         except BaseException:
@@ -116,37 +115,37 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """The followers' processes, by rank."""
+        """Process ids of the other ranks, by rank."""
         return [process.pid for process in self._processes]
 
-    def ask(self, rank: int, ask: Ask, numbers: torch.Tensor) -> Any:
-        """Give a follower something to compute. The numbers are on their way until what is returned is `sent`."""
-        self._say(rank, msgspec.msgpack.encode(ask))
+    def request(self, rank: int, request: ForwardRequest, values: torch.Tensor) -> Any:
+        """Send a request and start to send its tensor; returns a handle for `finish_send`."""
+        self._send(rank, msgspec.msgpack.encode(request))
         with self._reaching(rank):
-            return dist.isend(numbers, rank)
+            return dist.isend(values, rank)
 
-    def sent(self, rank: int, work: Any) -> None:
-        """Wait until a follower has the numbers."""
+    def finish_send(self, rank: int, work: Any) -> None:
+        """Wait until a rank has received the tensor."""
         with self._reaching(rank):
             work.wait()
 
-    def answer(self, rank: int, deadline_s: float = math.inf) -> Answer:
-        """The follower's word on what it was asked; StageFailed if it has died or says nothing in time."""
-        return msgspec.msgpack.decode(self._hear(rank, deadline_s), type=Answer)
+    def reply(self, rank: int, deadline_s: float = math.inf) -> ForwardReply:
+        """Receive a rank's reply; StageFailed if it has died or does not reply before `deadline_s` (monotonic)."""
+        return msgspec.msgpack.decode(self._receive(rank, deadline_s), type=ForwardReply)
 
-    def take(self, rank: int, numbers: torch.Tensor) -> None:
-        """Receive what a follower has computed."""
+    def receive(self, rank: int, values: torch.Tensor) -> None:
+        """Receive a rank's results into `values`."""
         with self._reaching(rank):
-            dist.recv(numbers, rank)
+            dist.recv(values, rank)
 
     def close(self) -> None:
-        """End all followers; called once."""
+        """End all other ranks; called once."""
         os.close(self._closed)
         if self._watcher.is_alive():
             self._watcher.join()
         os.close(self._closing)
         on_gpu = self._device.type == "cuda"
-        if on_gpu:  # before the others are gone, which NCCL would see as their failure
+        if on_gpu:  # before the other ranks exit, which NCCL would report as a failure
             _leave(on_gpu)
         for sock in self._socks:
             sock.close()
@@ -154,10 +153,10 @@ class Ranks:
             process.kill()
         for rank, process in enumerate(self._processes, 1):
             try:
-                process.wait(LEAVE_S)
-            except subprocess.TimeoutExpired:  # a driver still gives its memory back; nobody has to wait for that
-                log.warning("rank %d of %d was killed and is not gone yet", rank, self.count)
-        if not on_gpu:  # Gloo waits for a rank that hangs, not for one that is gone
+                process.wait(KILL_WAIT_S)
+            except subprocess.TimeoutExpired:  # the driver may still be freeing its memory
+                log.warning("rank %d of %d was killed but has not exited yet", rank, self.count)
+        if not on_gpu:  # Gloo waits for a rank that hangs, but not for one that has exited
             _leave(on_gpu)
         os.close(self._store)
 
@@ -174,45 +173,45 @@ class Ranks:
             self._processes.append(subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, cwd="/"))
         self._socks.append(ours)
 
-    def _loaded(self, rank: int) -> None:
-        """Wait until a follower has its weights; how long that may take is the stage's `start_timeout_s`."""
+    def _wait_loaded(self, rank: int) -> None:
+        """Wait until a rank has loaded; the stage's `start_timeout_s` bounds this."""
         try:
-            answer = self.answer(rank)
+            reply = self.reply(rank)
         except StageFailed as error:
-            raise OptionsError(f"parallel: {error.message} while it loaded") from None
-        if answer.error:
-            raise OptionsError(f"parallel: rank {rank} of {self.count} did not load: {answer.error}")
+            raise OptionsError(f"parallel: {error.message} during load") from None
+        if reply.error:
+            raise OptionsError(f"parallel: rank {rank} of {self.count} failed to load: {reply.error}")
 
     def _join(self) -> None:
         try:
             for rank in range(1, self.count):
-                self._say(rank, JOIN)
+                self._send(rank, JOIN)
             join(0, self._transformer, self._options, self._device, self._store)
         except (RuntimeError, StageFailed) as error:
-            raise OptionsError(f"parallel: the {self.count} ranks do not reach one another: {error}") from error
+            raise OptionsError(f"parallel: the {self.count} ranks cannot connect: {error}") from error
 
-    # --- words ---------------------------------------------------------------------------------------------------
-    def _say(self, rank: int, words: bytes) -> None:
+    # --- messages ------------------------------------------------------------------------------------------------
+    def _send(self, rank: int, payload: bytes) -> None:
         try:
-            self._socks[rank - 1].send(words)
+            self._socks[rank - 1].send(payload)
         except ConnectionError:
             raise self._death(rank) from None
 
-    def _hear(self, rank: int, deadline_s: float) -> bytes:
+    def _receive(self, rank: int, deadline_s: float) -> bytes:
         sock = self._socks[rank - 1]
         poller = select.poll()
         poller.register(sock, select.POLLIN)
         left_s = max(0.0, deadline_s - time.monotonic())
         if not poller.poll(None if left_s == math.inf else left_s * 1000):
-            waited_s = self._options.parallel.answer_s
-            raise StageFailed(f"rank {rank} of {self.count} has not answered within {waited_s:g} s")
+            timeout_s = self._options.parallel.answer_s
+            raise StageFailed(f"rank {rank} of {self.count} did not reply within {timeout_s:g} s")
         try:
-            words = sock.recv(MAX_WORDS)
+            payload = sock.recv(MAX_MESSAGE_BYTES)
         except ConnectionError:
-            words = b""
-        if not words:
+            payload = b""
+        if not payload:
             raise self._death(rank)
-        return words
+        return payload
 
     @contextmanager
     def _reaching(self, rank: int) -> Iterator[None]:
@@ -221,9 +220,9 @@ class Ranks:
         except RuntimeError as error:
             raise self._death(rank, str(error)) from error
 
-    def _death(self, rank: int, why: str = "it has closed its socket") -> StageFailed:
+    def _death(self, rank: int, why: str = "it closed its socket") -> StageFailed:
         try:
-            code = self._processes[rank - 1].wait(LEAVE_S)
+            code = self._processes[rank - 1].wait(KILL_WAIT_S)
         except subprocess.TimeoutExpired:
             return StageFailed(f"rank {rank} of {self.count} cannot be reached: {why}")
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
@@ -231,10 +230,10 @@ class Ranks:
 
     # --- watch ---------------------------------------------------------------------------------------------------
     def _watch(self) -> None:
-        """End this process if a follower has died and nobody closes us: the engine is idle, or in a collective."""
+        """End this process if a rank died and `close` is not called: the engine is idle, or waits in a collective."""
         closing, poller = select.poll(), select.poll()
-        for one in (closing, poller):
-            one.register(self._closing, select.POLLHUP)
+        for each in (closing, poller):
+            each.register(self._closing, select.POLLHUP)
         rank_of = {os.pidfd_open(pid): rank for rank, pid in enumerate(self.pids, 1)}
         for pidfd in rank_of:
             poller.register(pidfd, select.POLLIN)
@@ -242,6 +241,6 @@ class Ranks:
         for pidfd in rank_of:
             os.close(pidfd)
         if dead:
-            log.error("rank %d of %d is gone; this worker ends, too", dead[0], self.count)
+            log.error("rank %d of %d died; the worker ends", dead[0], self.count)
             if not closing.poll(GRACE_S * 1000):
                 os._exit(1)

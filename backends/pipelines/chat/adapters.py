@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What crosses the edges of pipeline `chat`.
 
-    transcriber → thinker   meta {"index": number of the audio part, "text": its transcript}, one chunk per part
-    thinker → talker        meta {"text": delta}
+    transcriber → thinker   TranscriptPiece of a whole audio part, one chunk per part
+    thinker → talker        TextPiece with the new text
     talker → code2wav       codes int16 (frames, 9), one chunk per clause
 
 Every edge may end with an empty last chunk.
@@ -10,19 +10,16 @@ Every edge may end with an empty last chunk.
 
 from __future__ import annotations
 
-from typing import Any
-
 from triton_omni.backends.core.chunk import Chunk
+from triton_omni.backends.core.outputs import TextPiece, TranscriptPiece
 
 
-def transcript_of(chunk: Chunk) -> dict[str, Any]:
-    """Adapter transcriber → thinker: {} for an empty last chunk."""
-    return dict(chunk.meta)
+def transcript_of(chunk: Chunk) -> TranscriptPiece | None:
+    """Adapter transcriber → thinker: None for an empty last chunk."""
+    return chunk.piece_of(TranscriptPiece)
 
 
 def text_of(chunk: Chunk) -> str:
     """Adapter thinker → talker: "" for an empty last chunk."""
-    text = chunk.meta.get("text", "")
-    if not isinstance(text, str):
-        raise TypeError(f"text must be a string, not {type(text).__name__}")
-    return text
+    piece = chunk.piece_of(TextPiece)
+    return piece.text if piece is not None else ""

@@ -60,6 +60,5 @@ PIPELINE = Pipeline(
         "voices": list(VOICES),
         "languages": list(LANGUAGES),
         "sample_rate": SAMPLE_RATE_HZ,
-        "media": ["text", "audio"],
     },
 )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage `thinker`: a chat model on the AR engine; audio parts are read as their transcripts."""
+"""Stage `thinker`: a chat model on the AR engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from triton_omni.backends.ar.environment import worker_environment
@@ -14,14 +15,17 @@ from triton_omni.backends.core.generate import GenerateRequest, Message
 from triton_omni.backends.core.pipeline import EngineContext
 
 if TYPE_CHECKING:
-    from triton_omni.backends.ar.engine import Prompt
+    from triton_omni.backends.ar.engine import LlmPrompt
 
 
 def thinker_engine(context: EngineContext) -> Engine:
     """The engine of stage `thinker`, in its worker."""
+    from triton_omni.backends.ar.chat_prompts import read_chat_template
     from triton_omni.backends.ar.engine import ArEngine
+    from triton_omni.backends.ar.options import checkpoint, read_options
 
-    return ArEngine(context, ChatPrompts)
+    template = read_chat_template(checkpoint(read_options(context.options, context.stage), context.models_dir))
+    return ArEngine(context, partial(ChatPromptBuilder, template=template))
 
 
 def thinker_environment(context: EngineContext) -> Mapping[str, str]:
@@ -35,37 +39,35 @@ def check_messages(request: GenerateRequest) -> None:
         raise BadRequest("at least one message is needed", "messages")
     if request.tools:
         raise BadRequest("this model does not call tools", "tools")
-    for place, message in enumerate(request.messages):
-        where = f"messages[{place}]"
+    for index, message in enumerate(request.messages):
+        where = f"messages[{index}]"
         if message.tool_calls or message.role == "tool":
             raise BadRequest("this model does not call tools", where)
         for part in message.parts:
             if part.type not in ("text", "audio"):
                 raise BadRequest(f"this model reads text and audio, not {part.type}", where)
             if part.type == "audio" and message.role != "user":
-                raise BadRequest(f"audio belongs in a user's message, not in one of role '{message.role}'", where)
+                raise BadRequest(f"audio is allowed in user messages only, not in one of role '{message.role}'", where)
 
 
-class ChatPrompts:
-    """Chats to token ids, by the chat template of the checkpoint's tokenizer."""
+class ChatPromptBuilder:
+    """triton_omni.backends.ar.engine.PromptBuilder of text chats; audio parts are read as their transcripts."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, template: str) -> None:
+        from triton_omni.backends.ar.chat_prompts import ChatEncoder
+
+        self._chats = ChatEncoder(tokenizer, template)
 
     def check(self, run: Run) -> None:
         check_messages(run.request)
 
-    def build(self, run: Run, transcripts: Sequence[str]) -> Prompt:
-        from triton_omni.backends.ar.engine import Prompt
+    def build(self, run: Run, transcripts: Sequence[str]) -> LlmPrompt:
+        from triton_omni.backends.ar.engine import LlmPrompt
 
         texts = iter(transcripts)
         chat = [{"role": _role(m), "content": _content(m, texts)} for m in run.request.messages]
-        text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        heard = sum(len(self._ids(transcript.strip())) for transcript in transcripts)
-        return Prompt(self._ids(text), audio_tokens=heard)
-
-    def _ids(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+        audio_tokens = sum(len(self._chats.encode_text(transcript.strip())) for transcript in transcripts)
+        return LlmPrompt(self._chats.encode(chat), audio_tokens=audio_tokens)
 
 
 def _role(message: Message) -> str:
@@ -79,8 +81,8 @@ def _content(message: Message, transcripts: Iterator[str]) -> str:
         if part.type == "text":
             lines.append(part.text)
             continue
-        heard = next(transcripts, None)
-        if heard is None:
-            raise StageFailed("an audio part came without its transcript", "thinker")
-        lines.append(heard.strip())
+        transcript = next(transcripts, None)
+        if transcript is None:
+            raise StageFailed("an audio part has no transcript", "transcriber->thinker")
+        lines.append(transcript.strip())
     return "\n".join(lines)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline `image`: text in, picture out."""
+"""Pipeline `image`: text to image."""

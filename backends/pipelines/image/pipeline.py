@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline `image`: the embedded default, a small model that draws handwritten digits in colours."""
+"""Pipeline `image`: the embedded default, a small model of handwritten digits in colors."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from triton_omni.backends.diffusion.pipeline import drawing_pipeline
+from triton_omni.backends.diffusion.pipeline import image_pipeline
 
-PIPELINE = drawing_pipeline(
+PIPELINE = image_pipeline(
     "image",
     package_dir=str(Path(__file__).parent),
     about={

@@ -2,13 +2,13 @@
 """What crosses the edges of Qwen3-Omni, and how the consuming stage reads it. A full input is one last chunk.
 
     thinker → talker     first chunk: prompt_ids int32 (tokens,), and if there are media: media float32 (media
-                         positions, hidden), meta with their shapes (thinker.media_shapes);
-                         every chunk: token_ids int32 (words,), the tokens to be spoken
+                         positions, hidden), and their shapes (MEDIA_SHAPES);
+                         every chunk: token_ids int32 (tokens,), the text tokens to be spoken
     talker → code2wav    codes int16 (frames, books), read as they are
 
-Words travel as token ids: the talker holds the thinker's word embeddings (0.6 GB of the real model), which are what
-the thinker's layer-0 rows are at text positions, also for positions that a prefix cache has skipped. Only media
-positions need hidden rows.
+Text travels as token ids: the talker holds the thinker's token embeddings (0.6 GB of the real model), which equal the
+thinker's layer-0 rows at text positions, also at positions that a prefix cache has skipped. Only media positions need
+hidden rows.
 """
 
 from __future__ import annotations
@@ -19,28 +19,48 @@ from typing import Any
 import numpy as np
 
 from triton_omni.backends.core.chunk import Chunk
+from triton_omni.backends.core.errors import StageFailed
+
+EDGE = "thinker->talker"
+MEDIA_SHAPES = {
+    "image_grids": np.int64,
+    "video_grids": np.int64,
+    "video_steps_s": np.float64,
+    "audio_lengths": np.int64,
+}
+"""Tensors that come with `media`: name → dtype."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One chunk of the edge thinker → talker. `prompt_ids` is empty in all but the first."""
+class TalkerInput:
+    """One chunk of the edge thinker → talker.
+
+    prompt_ids  empty in all but the first chunk
+    media       (media positions, hidden) float32: the accept layer's rows
+    shapes      see thinker.media_shapes; all empty without media
+    """
 
     prompt_ids: list[int]
     token_ids: list[int]
     media: np.ndarray | None = None
-    """(media positions, hidden) float32: the accept layer's rows"""
-    shapes: dict[str, Any] = field(default_factory=dict[str, Any])
+    shapes: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
 
 
-def piece_of(chunk: Chunk) -> Piece:
-    """Adapter thinker → talker; an empty last chunk is a piece without words."""
-    media = _array(chunk, "media")
-    rows = None if media is None else media.copy()
-    return Piece(_ids(chunk, "prompt_ids"), _ids(chunk, "token_ids"), rows, dict(chunk.meta))
+def talker_input(chunk: Chunk) -> TalkerInput:
+    """Adapter thinker → talker; only an empty last chunk brings nothing. Raises StageFailed for a missing key."""
+    prompt_ids, token_ids, media = (_array(chunk, name) for name in ("prompt_ids", "token_ids", "media"))
+    if prompt_ids is None and token_ids is None and not chunk.last:
+        raise StageFailed("the chunk has neither 'prompt_ids' nor 'token_ids'", EDGE)
+    if media is not None:
+        missing = [name for name in MEDIA_SHAPES if chunk.tensor(name) is None]
+        if missing:
+            raise StageFailed(f"the chunk has 'media' but no '{missing[0]}'", EDGE)
+        media = media.copy()
+    shapes = {name: _ids(_array(chunk, name)) for name in MEDIA_SHAPES}
+    return TalkerInput(_ids(prompt_ids), _ids(token_ids), media, shapes)
 
 
-def _ids(chunk: Chunk, name: str) -> list[int]:
-    array = _array(chunk, name)
+def _ids(array: np.ndarray | None) -> list[Any]:
     return [] if array is None else array.tolist()
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from triton_omni.backends.ar.engine import Prompt
+from triton_omni.backends.ar.chat_prompts import ChatEncoder
+from triton_omni.backends.ar.engine import LlmPrompt
 from triton_omni.backends.core.audio import check_samples, resampled
 from triton_omni.backends.core.engine import Run
 from triton_omni.backends.core.errors import BadRequest
@@ -20,25 +21,24 @@ from triton_omni.backends.pipelines.qwen3_omni.checks import check_messages
 AUDIO_HZ = 16_000  # what the audio encoder was trained on
 
 
-class ChatPrompts:
+class OmniPromptBuilder:
     """triton_omni.backends.ar.engine.PromptBuilder of Qwen3-Omni."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, template: str) -> None:
+        self._chats = ChatEncoder(tokenizer, template)
 
     def check(self, run: Run) -> None:
         check_messages(run.request)
 
-    def build(self, run: Run, transcripts: Sequence[str]) -> Prompt:
-        chat = [_turn(m, f"messages[{place}]") for place, m in enumerate(run.request.messages)]
+    def build(self, run: Run, transcripts: Sequence[str]) -> LlmPrompt:
+        chat = [_turn(message, f"messages[{index}]") for index, message in enumerate(run.request.messages)]
         tools = [dict(tool) for tool in run.request.tools] or None
-        text = self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=True)
         media: dict[str, list[Any]] = {}
-        for place, message in enumerate(run.request.messages):
+        for index, message in enumerate(run.request.messages):
             for part in message.parts:
                 if part.type != "text":
-                    media.setdefault(part.type, []).append(_item(run, part, f"messages[{place}]"))
-        return Prompt(self._tokenizer.encode(text, add_special_tokens=False), media, _processor(run.request))
+                    media.setdefault(part.type, []).append(_item(run, part, f"messages[{index}]"))
+        return LlmPrompt(self._chats.encode(chat, tools), media, _processor(run.request))
 
 
 def _turn(message: Message, where: str) -> dict[str, Any]:
@@ -54,14 +54,26 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
         function = call["function"]
         return {"type": "function", "function": function | {"arguments": json.loads(function["arguments"])}}
     except (KeyError, TypeError, ValueError, RecursionError):
-        raise BadRequest("a call has a function with a name and arguments, the text of a JSON object", where) from None
+        raise BadRequest(
+            "a call needs a function with a name and arguments, the text of a JSON object", where
+        ) from None
 
 
 def _content(message: Message) -> str | list[dict[str, str]]:
+    """The message's parts as templates take them; adjacent texts are one, so that no control string hides between."""
     if isinstance(message.content, str):
         return message.content
-    said = [part for part in message.parts if not part.in_video]  # a video's sound has no place of its own
-    return [{"type": part.type} | ({"text": part.text} if part.type == "text" else {}) for part in said]
+    parts: list[dict[str, str]] = []
+    for part in message.parts:
+        if part.in_video:  # the audio of a video has no place of its own
+            continue
+        if part.type != "text":
+            parts.append({"type": part.type})
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += part.text
+        else:
+            parts.append({"type": "text", "text": part.text})
+    return parts
 
 
 def _processor(request: GenerateRequest) -> dict[str, Any]:
@@ -73,10 +85,10 @@ def _processor(request: GenerateRequest) -> dict[str, Any]:
 
 
 def _item(run: Run, part: Part, where: str) -> Any:
-    """One image, sound or video in the form vLLM's processor takes."""
+    """One image, audio or video in the form vLLM's processor takes."""
     tensor = run.inputs.get(part.type)
     if tensor is None:
-        raise BadRequest(f"the request names {part.type} but brings no tensor '{part.type}'", where)
+        raise BadRequest(f"the request has a {part.type} part but no tensor '{part.type}'", where)
     flat = np.frombuffer(tensor.data, tensor.spec.dtype)
     if part.offset + part.length > flat.size or not part.length:
         raise BadRequest(f"{part.type} part is not inside its tensor of {flat.size} elements", where)

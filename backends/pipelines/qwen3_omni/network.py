@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The talker as a vLLM model: an MoE decoder over given rows, a codec head and the predictor of residual codes."""
+"""The talker as a vLLM model: an MoE decoder over input rows, a codec head and the predictor of residual codes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import DynamicCache
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
-    Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration as CodePredictor,
-)
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeTalkerResizeMLP as Projection
 
 from triton_omni.backends.ar.blocks import (
@@ -24,48 +20,59 @@ from triton_omni.backends.ar.blocks import (
     WeightsMapper,
     maybe_prefix,
 )
+from triton_omni.backends.ar.code_predictor import CodePredictor, ResidualSampling
+from triton_omni.backends.ar.rows import Draws
+from triton_omni.backends.core.engine import OptionsError
 
 ARCHITECTURE = "TritonOmniQwen3Talker"
+WEIGHTS = ("talker.", "thinker.model.embed_tokens.")
+"""Prefixes of the checkpoint's tensors that the talker loads."""
 SPECIAL_CODES = 1024  # the last ids of the talker's vocabulary are never sampled, except the end of speech
-RESIDUAL_TOP_K, RESIDUAL_TOP_P = 50, 0.8  # as transformers samples residual codes
+RESIDUAL_SAMPLING = ResidualSampling(top_k=50, top_p=0.8)
+"""As transformers' talker samples residual codes (Qwen3OmniMoeTalkerForConditionalGeneration)."""
 
 
 def talker_config(config: Any) -> Any:
-    """The talker's own config out of the checkpoint's, with the few facts it needs of the others."""
-    found = getattr(config, "talker_config", None)
-    if found is None:  # vLLM first tries an override on an empty config
+    """The talker's own config out of the checkpoint's, with the few values it needs of the others."""
+    talker = getattr(config, "talker_config", None)
+    if talker is None:  # vLLM first tries an override on an empty config
         return config
-    found.architectures = [ARCHITECTURE]
-    found.model_type = "qwen3_omni_moe_talker"
-    found.text_vocab_size = config.thinker_config.text_config.vocab_size
-    found.audio_n_window = config.thinker_config.audio_config.n_window
+    if getattr(config, "quantization_config", None) is not None:
+        raise OptionsError("the talker runs unquantized checkpoints only; this one has a quantization_config")
+    talker.architectures = [ARCHITECTURE]
+    talker.model_type = "qwen3_omni_moe_talker"
+    talker.text_vocab_size = config.thinker_config.text_config.vocab_size
+    talker.audio_n_window = config.thinker_config.audio_config.n_window
+    # transformers always interleaves the talker's M-RoPE sections; vLLM reads this key, the checkpoint lacks it
+    talker.text_config.rope_parameters["mrope_interleaved"] = True
     for name in ("tts_pad", "tts_bos", "tts_eos", "im_start", "user", "assistant"):
-        setattr(found, f"{name}_token_id", getattr(config, f"{name}_token_id"))
-    return found
+        setattr(talker, f"{name}_token_id", getattr(config, f"{name}_token_id"))
+    return talker
 
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """What a run's prompt is made of: one word per row, codec ids added to the last rows, and media in place of some.
+    """What a run's prompt is made of: one text token per row, codec ids added to the last rows, media instead of some.
 
-    media_places, media   rows that pictures and sounds take, and the thinker's hidden rows for them, (places, hidden)
+    media_positions  rows that images, audio and video take
+    media            the thinker's hidden rows for them, (media positions, hidden) float32
     """
 
     token_ids: list[int]
     codec_ids: list[int]
-    media_places: list[int]
+    media_positions: list[int]
     media: np.ndarray | None
 
 
 class TalkerNetwork(nn.Module, SupportsPP, SupportsMRoPE):
-    """Qwen3-Omni's talker, a `Network` of ar/rows.py. It also holds the thinker's word embeddings: text arrives as
-    token ids. With several ranks only the decoder and the codec embeddings are spread; the rest is in each whole."""
+    """Qwen3-Omni's talker, a `Network` of ar/rows.py. It also holds the thinker's token embeddings: text arrives as
+    token ids. With several ranks the decoder and the codec embeddings are sharded; each rank has all of the rest."""
 
     banned: torch.Tensor
     """(vocabulary,) bool: codes that are never sampled"""
     mapper = WeightsMapper(
         orig_to_new_prefix={
-            "thinker.model.embed_tokens.": "word_embedding.",
+            "thinker.model.embed_tokens.": "text_embedding.",
             "talker.model.codec_embedding.": "model.embed_tokens.",
             "talker.model.": "model.",
             "talker.": "",
@@ -82,10 +89,11 @@ class TalkerNetwork(nn.Module, SupportsPP, SupportsMRoPE):
         self.pad_text: int = config.tts_pad_token_id
         self.model = MoeDecoder(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.codec_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
-        self.word_embedding = nn.Embedding(config.text_vocab_size, config.thinker_hidden_size)
+        self.text_embedding = nn.Embedding(config.text_vocab_size, config.thinker_hidden_size)
         self.text_projection = Projection(config)
         self.hidden_projection = Projection(config)
-        self.code_predictor = CodePredictor._from_config(config.code_predictor_config)
+        max_runs: int = vllm_config.scheduler_config.max_num_seqs
+        self.code_predictor = CodePredictor(config.code_predictor_config, text.hidden_size, max_runs, RESIDUAL_SAMPLING)
         banned = torch.arange(text.vocab_size) >= text.vocab_size - SPECIAL_CODES
         banned[config.codec_eos_token_id] = False
         self.register_buffer("banned", banned, persistent=False)
@@ -111,28 +119,32 @@ class TalkerNetwork(nn.Module, SupportsPP, SupportsMRoPE):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.codec_head(hidden_states).masked_fill(self.banned, float("-inf"))
 
+    def is_unused_checkpoint_weight(self, name: str) -> bool:
+        """vLLM's loader does not open a file of which all tensors are unused: the talker reads 9 of 70 GB."""
+        return not name.startswith(WEIGHTS)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.mapper)
 
     # --- ours -----------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def text_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Words as the talker reads them, (tokens, hidden)."""
+        """Text tokens as input rows, (tokens, hidden)."""
         ids = torch.tensor(token_ids, dtype=torch.long, device=self.banned.device)
-        return self.text_projection(self.word_embedding(ids))
+        return self.text_projection(self.text_embedding(ids))
 
     @torch.no_grad()
     def prompt_rows(self, prompt: PromptParts) -> torch.Tensor:
-        """A prompt as the talker reads it, (positions, hidden)."""
+        """A prompt as input rows, (positions, hidden)."""
         rows = self.text_rows(prompt.token_ids)
         if prompt.media is not None:
-            rows[prompt.media_places] = self.media_rows(torch.from_numpy(prompt.media))
+            rows[prompt.media_positions] = self.media_rows(torch.from_numpy(prompt.media))
         rows[-len(prompt.codec_ids) :] += self.codec_rows(prompt.codec_ids)
         return rows
 
     @torch.no_grad()
     def media_rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The thinker's hidden rows of media positions as the talker reads them, (positions, hidden)."""
+        """The thinker's hidden rows of media positions as input rows, (positions, hidden)."""
         return self.hidden_projection(hidden.to(self.banned.device, self.codec_head.weight.dtype))
 
     @torch.no_grad()
@@ -140,39 +152,8 @@ class TalkerNetwork(nn.Module, SupportsPP, SupportsMRoPE):
         """Codec ids as input rows, (tokens, hidden)."""
         return self.model.embed_input_ids(torch.tensor(token_ids, dtype=torch.long, device=self.banned.device))
 
-    @torch.no_grad()
-    def predict(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, generators: Sequence[torch.Generator | None]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def predict(self, hidden: torch.Tensor, tokens: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
         """Residual codes of the frames that `tokens` begin; see triton_omni.backends.ar.rows.Network."""
-        predictor = self.code_predictor
-        cache = DynamicCache(config=predictor.config)
-        first = self.model.embed_input_ids(tokens)
-        rows = torch.stack([hidden, first], 1)
-        frame, total = [tokens], first
-        for book in range(self.config.num_code_groups - 1):
-            out = predictor.model(inputs_embeds=rows, past_key_values=cache, use_cache=True)
-            codes = choose(predictor.lm_head[book](out.last_hidden_state[:, -1]), generators)
-            row = predictor.model.codec_embedding[book](codes)
-            frame.append(codes)
-            total = total + row
-            rows = row[:, None]
-        return torch.stack(frame, 1), total
-
-
-def choose(logits: torch.Tensor, generators: Sequence[torch.Generator | None]) -> torch.Tensor:
-    """One code per row: the best one where there is no generator, else a drawn one, (runs,) int64."""
-    best = logits.argmax(-1)
-    for place, generator in enumerate(generators):
-        if generator is not None:
-            best[place] = torch.multinomial(residual_chances(logits[place]), 1, generator=generator)[0]
-    return best
-
-
-def residual_chances(logits: torch.Tensor) -> torch.Tensor:
-    """Probability of every code, (codes,): the best RESIDUAL_TOP_K, of those the first RESIDUAL_TOP_P of the mass."""
-    values, codes = logits.float().topk(min(RESIDUAL_TOP_K, logits.shape[-1]))
-    chances = values.softmax(-1)
-    before = chances.cumsum(-1) - chances
-    kept = chances.masked_fill(before >= RESIDUAL_TOP_P, 0.0)
-    return torch.zeros_like(logits, dtype=torch.float32).scatter(0, codes, kept / kept.sum())
+        with torch.no_grad():
+            first = self.model.embed_input_ids(tokens)
+        return self.code_predictor.frame(hidden, first, tokens, draws)

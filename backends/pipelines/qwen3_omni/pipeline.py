@@ -10,7 +10,7 @@ from triton_omni.backends.config.paths import engine_python
 from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.engine import Engine
 from triton_omni.backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
-from triton_omni.backends.pipelines.qwen3_omni.adapters import piece_of
+from triton_omni.backends.pipelines.qwen3_omni.adapters import talker_input
 from triton_omni.backends.pipelines.qwen3_omni.checks import check_for
 
 
@@ -44,7 +44,6 @@ MEDIA = (
 CODES = TensorSpec("codes", "int16", (-1, -1))
 
 THINKER = Stage("thinker", _thinker, _environment, inputs=MEDIA)
-MEDIA_IN = ["text", "image", "audio", "video"]
 
 PIPELINE = Pipeline(
     name="qwen3_omni",
@@ -59,13 +58,12 @@ PIPELINE = Pipeline(
             outputs=(TensorSpec("audio", "float32", (-1,)),),
         ),
     ),
-    edges=(Edge("thinker", "talker", piece_of), Edge("talker", "code2wav")),
+    edges=(Edge("thinker", "talker", talker_input), Edge("talker", "code2wav")),
     outputs=(Output("text", "thinker"), Output("audio", "code2wav")),
     operations=(Operation("chat", "thinker", ("text",)),),
     check=check_for("thinker", "talker", "code2wav"),
     about={
         "sample_rate": 24_000,
-        "media": MEDIA_IN,
         "voices": ["ethan", "chelsie", "aiden"],  # the published checkpoint's; the talker knows the loaded one's
     },
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage `talker`: what the thinker reads and writes → frames of codes, while the thinker still writes.
+"""Stage `talker`: the thinker's prompt and answer → frames of codes, while the thinker is still generating.
 
-What a row is made of is decided here, by ids; the network makes the rows (network.py).
+This module decides by ids what a row is made of; the network makes the rows (network.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoePreTrainedModelForConditionalGeneration as OmniModel,
 )
 
-from triton_omni.backends.ar.frames import FrameEngine, Taken
+from triton_omni.backends.ar.frames import ConditioningUpdate, FrameEngine
 from triton_omni.backends.core.engine import Run
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.pipeline import EngineContext
-from triton_omni.backends.pipelines.qwen3_omni.adapters import Piece
+from triton_omni.backends.pipelines.qwen3_omni.adapters import EDGE, TalkerInput
 from triton_omni.backends.pipelines.qwen3_omni.checkpoints import speaking_config
 from triton_omni.backends.pipelines.qwen3_omni.network import ARCHITECTURE, PromptParts, TalkerNetwork, talker_config
 
@@ -46,97 +46,101 @@ class Talker:
         self.speakers: dict[str, int] = {name.lower(): code for name, code in config.speaker_id.items()}
         self.pad_token: int = config.codec_pad_id
         self.end_token: int = config.codec_eos_token_id
-        self.end_word: int = config.tts_eos_token_id
+        self.text_end_token: int = config.tts_eos_token_id
         self._rope: Any = RopeIndex(config)
         self.media_ids = frozenset((config.audio_token_id, config.image_token_id, config.video_token_id))
 
-    def begin(self, run: Run) -> Conversation:
+    def conditioning(self, run: Run) -> TalkerConditioning:
         name = (run.request.speech.voice or DEFAULT_VOICE).lower()
         if name not in self.speakers:
             raise BadRequest(
                 f"unknown voice '{run.request.speech.voice}'; available: {', '.join(sorted(self.speakers))}",
                 "speech.voice",
             )
-        return Conversation(self, self.speakers[name])
+        return TalkerConditioning(self, self.speakers[name])
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Raise StageFailed for words that have no embedding: on a GPU they would take the process along."""
-        known = self.config.text_vocab_size
-        if ids and not (min(ids) >= 0 and max(ids) < known):
-            raise StageFailed(f"token ids must be from 0 to below {known}", "thinker->talker")
+        """Raise StageFailed for ids without an embedding; on a GPU such an id would end the process."""
+        vocabulary = self.config.text_vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
+            raise StageFailed(f"token ids must be from 0 to below {vocabulary}", EDGE)
 
-    def parts(self, prompt: Piece, first_word: int, speaker: int) -> PromptParts:
-        """Everything users said, and the header of the answer that ends in its first word."""
+    def prompt_parts(self, prompt: TalkerInput, first_token: int, speaker: int) -> PromptParts:
+        """All user turns, and the header of the answer, which ends with the answer's first token."""
         ids, names = prompt.prompt_ids, self.config
         header = self._header(ids)
-        places = self.user_places(ids)
+        positions = self.user_positions(ids)
         codes = [names.codec_nothink_id, names.codec_think_bos_id, names.codec_think_eos_id]
-        media_places, media = self._media(prompt, places)
+        media_positions, media = self._media(prompt, positions)
         return PromptParts(
-            [ids[place] for place in places]
+            [ids[position] for position in positions]
             + ids[header : header + HEADER_TOKENS]
             + [names.tts_pad_token_id] * 4
-            + [names.tts_bos_token_id, first_word],
+            + [names.tts_bos_token_id, first_token],
             [*codes, speaker, names.codec_pad_id, names.codec_bos_id],
-            media_places,
+            media_positions,
             media,
         )
 
-    def positions(self, prompt: Piece, length: int) -> tuple[torch.Tensor, int] | None:
-        """Positions (3, length) of the prompt's rows if it shows pictures; sounds alone count like words."""
+    def mrope_positions(self, prompt: TalkerInput, length: int) -> tuple[torch.Tensor, int] | None:
+        """Positions (3, length) of the prompt's rows if it has images or video; audio alone counts like text."""
         shapes = prompt.shapes
-        if not shapes.get("image_grids") and not shapes.get("video_grids"):
+        if not shapes or not (shapes["image_grids"] or shapes["video_grids"]):
             return None
-        ids = [prompt.prompt_ids[place] for place in self.user_places(prompt.prompt_ids)]
+        ids = [prompt.prompt_ids[position] for position in self.user_positions(prompt.prompt_ids)]
         ids += [self.config.tts_pad_token_id] * (length - len(ids))
-        found, offset = self._rope.get_rope_index(
+        positions, offset = self._rope.get_rope_index(
             torch.tensor([ids]),
-            torch.tensor(shapes["image_grids"]) if shapes["image_grids"] else None,
-            torch.tensor(shapes["video_grids"]) if shapes["video_grids"] else None,
+            _tensor(shapes["image_grids"]),
+            _tensor(shapes["video_grids"]),
             torch.ones(1, length, dtype=torch.long),
-            False,  # also for sounds inside videos: transformers tells the thinker alone where they are
-            torch.tensor(shapes["audio_lengths"]) if shapes["audio_lengths"] else None,
-            torch.tensor(shapes["video_steps_s"]) if shapes["video_steps_s"] else None,
+            False,  # also for audio inside videos: transformers tells the thinker only where it is
+            _tensor(shapes["audio_lengths"]),
+            _tensor(shapes["video_steps_s"]),
         )
-        return found[:, 0].to(torch.int64), int(offset)
+        return positions[:, 0].to(torch.int64), int(offset)
 
-    def spoken(self, prompt: Piece) -> list[int]:
+    def answer_prefix(self, prompt: TalkerInput) -> list[int]:
         """Tokens of the prompt that already belong to the answer (a template may begin it)."""
         return prompt.prompt_ids[self._header(prompt.prompt_ids) + HEADER_TOKENS :]
 
     def _header(self, ids: Sequence[int]) -> int:
-        """Where the header of the answer begins: the last <|im_start|> assistant."""
+        """Position of the answer's header: the last <|im_start|> assistant."""
         start, role = self.config.im_start_token_id, self.config.assistant_token_id
-        for place in range(len(ids) - 2, -1, -1):
-            if ids[place] == start and ids[place + 1] == role:
-                return place
-        raise StageFailed("the prompt has no assistant turn to speak", "thinker->talker")
+        for position in range(len(ids) - 2, -1, -1):
+            if ids[position] == start and ids[position + 1] == role:
+                return position
+        raise StageFailed("the prompt has no assistant turn", EDGE)
 
-    def user_places(self, ids: Sequence[int]) -> list[int]:
-        """Positions of the users' turns; what system and assistant said before is not read."""
-        places: list[int] = []
+    def user_positions(self, ids: Sequence[int]) -> list[int]:
+        """Positions of the user turns; earlier system and assistant turns are not read."""
+        positions: list[int] = []
         role = ids[1] if len(ids) > 1 else -1  # as transformers reads tokens before the first <|im_start|>
-        for place, token in enumerate(ids):
+        for position, token in enumerate(ids):
             if token == self.config.im_start_token_id:
-                role = ids[place + 1] if place + 1 < len(ids) else token
+                role = ids[position + 1] if position + 1 < len(ids) else token
             if role == self.config.user_token_id:
-                places.append(place)
-        return places
+                positions.append(position)
+        return positions
 
-    def _media(self, prompt: Piece, places: Sequence[int]) -> tuple[list[int], np.ndarray | None]:
-        """Which of `places` are media's, and their hidden rows."""
+    def _media(self, prompt: TalkerInput, positions: Sequence[int]) -> tuple[list[int], np.ndarray | None]:
+        """Indexes into `positions` that are media's, and the hidden rows for them."""
         ids = prompt.prompt_ids
-        media = [k for k, place in enumerate(places) if ids[place] in self.media_ids]
+        media = [k for k, position in enumerate(positions) if ids[position] in self.media_ids]
         if not media:
             return [], None
-        everywhere = [place for place, token in enumerate(ids) if token in self.media_ids]
-        wanted = (len(everywhere), self.config.thinker_hidden_size)
-        if prompt.media is None or prompt.media.shape != wanted:
-            raise StageFailed("hidden rows of media positions are missing", "thinker->talker")
+        all_positions = [position for position, token in enumerate(ids) if token in self.media_ids]
+        shape = (len(all_positions), self.config.thinker_hidden_size)
+        if prompt.media is None or prompt.media.shape != shape:
+            raise StageFailed("hidden rows of media positions are missing", EDGE)
         if not np.isfinite(prompt.media).all():
-            raise StageFailed("hidden rows of media positions are no numbers", "thinker->talker")
-        at = {place: k for k, place in enumerate(everywhere)}
-        return media, prompt.media[[at[places[k]] for k in media]]
+            raise StageFailed("hidden rows of media positions are not finite", EDGE)
+        row_of = {position: k for k, position in enumerate(all_positions)}
+        return media, prompt.media[[row_of[positions[k]] for k in media]]
+
+
+def _tensor(values: Sequence[Any]) -> torch.Tensor | None:
+    return torch.tensor(values) if values else None
 
 
 class RopeIndex:
@@ -155,29 +159,29 @@ class RopeIndex:
         )
 
 
-class Conversation:
+class TalkerConditioning:
     """triton_omni.backends.ar.frames.Conditioning of one run."""
 
     def __init__(self, talker: Talker, speaker: int) -> None:
         self._talker = talker
         self._speaker = speaker
-        self._prompt: Piece | None = None
+        self._prompt: TalkerInput | None = None
         self._started = False
 
-    def take(self, inputs: Piece, last: bool) -> Taken:
+    def update(self, inputs: TalkerInput, last: bool) -> ConditioningUpdate:
         self._talker.check_ids(inputs.prompt_ids)
         self._talker.check_ids(inputs.token_ids)
-        words = list(inputs.token_ids)
+        tokens = list(inputs.token_ids)
         if inputs.prompt_ids:
             self._prompt = inputs
-            words = self._talker.spoken(inputs) + words
-        taken = Taken()
-        if words and not self._started:
+            tokens = self._talker.answer_prefix(inputs) + tokens
+        update = ConditioningUpdate()
+        if tokens and not self._started:
             if self._prompt is None:
-                raise StageFailed("words came before the prompt", "thinker->talker")
+                raise StageFailed("text tokens came before 'prompt_ids'", EDGE)
             self._started = True
-            taken.prompt = parts = self._talker.parts(self._prompt, words.pop(0), self._speaker)
-            taken.length = len(parts.token_ids)
-            taken.positions = self._talker.positions(self._prompt, taken.length)
-        taken.words = [*words, self._talker.end_word] if last else words
-        return taken
+            update.prompt = parts = self._talker.prompt_parts(self._prompt, tokens.pop(0), self._speaker)
+            update.prompt_length = len(parts.token_ids)
+            update.positions = self._talker.mrope_positions(self._prompt, update.prompt_length)
+        update.text_tokens = [*tokens, self._talker.text_end_token] if last else tokens
+        return update

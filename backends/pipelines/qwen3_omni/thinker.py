@@ -1,97 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage `thinker`: Qwen3-Omni's thinker on the AR engine, and what it hands to the talker while it writes."""
+"""Stage `thinker`: Qwen3-Omni's thinker on the AR engine, and what it sends to the talker while it generates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from triton_omni.backends.ar import tools
-from triton_omni.backends.ar.engine import ArEngine, Live, RequestOutput
-from triton_omni.backends.ar.taps import Tapped, TokenTaps
+from triton_omni.backends.ar.chat_prompts import read_chat_template
+from triton_omni.backends.ar.engine import ArEngine, ArRunState, RequestOutput
+from triton_omni.backends.ar.taps import TokenTaps
 from triton_omni.backends.ar.upstream import attach_taps, hook_arguments, media_features
 from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.engine import EngineChunk, OptionsError
 from triton_omni.backends.core.pipeline import EngineContext
-from triton_omni.backends.pipelines.qwen3_omni.chats import ChatPrompts
+from triton_omni.backends.pipelines.qwen3_omni.adapters import MEDIA_SHAPES
+from triton_omni.backends.pipelines.qwen3_omni.chats import OmniPromptBuilder
 from triton_omni.backends.pipelines.qwen3_omni.checkpoints import omni_config
 
 
 def make_thinker(context: EngineContext) -> ArEngine:
     """The engine of stage `thinker`. A checkpoint without a talker (Captioner, Thinking) needs no taps."""
     config = omni_config(context)
+    template = read_chat_template(config.name_or_path)
+    prompts = partial(OmniPromptBuilder, template=template)
     thinker = config.thinker_config
     if not config.enable_audio_output:
-        return ArEngine(context, ChatPrompts)
+        return ArEngine(context, prompts)
     layer, deep = config.talker_config.accept_hidden_layer, len(thinker.vision_config.deepstack_visual_indexes)
-    if layer <= deep:  # there vLLM's rows already hold what the next layers add for pictures, transformers' do not
-        raise OptionsError(f"accept_hidden_layer is {layer}; it must come after the {deep} layers that read pictures")
-    needed = hook_arguments([layer])
-    engine = ArEngine(context, ChatPrompts, lambda live, output: to_talker(live, output, *tags), needed)
-    tags: list[int] = engine.llm.renderer.get_tokenizer().convert_tokens_to_ids([tools.OPEN, tools.CLOSE])
+    if layer <= deep:  # there vLLM's rows already hold what the next layers add for images, transformers' do not
+        raise OptionsError(f"accept_hidden_layer is {layer}; it must come after the {deep} layers that read images")
+    engine = ArEngine(context, prompts, lambda state: TalkerFeed(state, *tags), hook_arguments([layer]))
+    tags: list[int] = engine.llm.engine.renderer.get_tokenizer().convert_tokens_to_ids([tools.OPEN, tools.CLOSE])
     media_ids = [thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id]
-    attach_taps(engine.llm, TokenTaps(media_ids), lambda tapped: keep_media(engine.live, tapped))
+    attach_taps(engine.llm.engine, TokenTaps(media_ids), engine.on_tapped)
     return engine
 
 
-def keep_media(runs: Mapping[str, Live], tapped: Sequence[Tapped]) -> None:
-    """Keep the accept layer's rows of media positions with their run until its prompt is complete."""
-    for key, positions, rows in tapped:
-        live = runs.get(key)
-        if live is not None and not live.completion_tokens:  # else they are sent; preempted, it comes here again
-            live.hidden |= zip(positions, rows, strict=True)
+class TalkerFeed:
+    """triton_omni.backends.ar.engine.RunFeed: new text tokens, and with the first ones the prompt.
+
+    The last token, whichever it is, is never spoken, and neither are function calls.
+    """
+
+    def __init__(self, state: ArRunState, call_begin: int, call_end: int) -> None:
+        self._state = state
+        self._call_begin, self._call_end = call_begin, call_end
+        self._in_call = False
+        self._prompt_sent = False
+        self._media_rows: dict[int, np.ndarray] = {}
+        """Rows (hidden,) of media positions, until they leave with the first chunk."""
+
+    def on_tapped(self, positions: Sequence[int], rows: np.ndarray) -> None:
+        self._media_rows |= zip(positions, rows, strict=True)
+
+    def chunks(self, output: RequestOutput) -> Iterable[EngineChunk]:
+        tokens = list(output.outputs[0].token_ids)
+        if output.finished:
+            del tokens[-1:]
+        if self._state.scanner is not None:
+            tokens = self._outside_calls(tokens)
+        tensors: list[Tensor] = []
+        if not self._prompt_sent:
+            self._prompt_sent = True
+            assert output.prompt_token_ids is not None, "vLLM returns the prompt with every output"
+            tensors.append(_ids("prompt_ids", output.prompt_token_ids))
+            if self._media_rows:
+                rows = np.stack([self._media_rows[position] for position in sorted(self._media_rows)])
+                tensors.append(Tensor.of("media", rows))
+                self._media_rows.clear()
+                tensors += media_shapes(media_features(self._state.scheduled))
+        if tokens:
+            tensors.append(_ids("token_ids", tokens))
+        return (EngineChunk(self._state.run, tuple(tensors)),) if tensors else ()
+
+    def _outside_calls(self, tokens: Sequence[int]) -> list[int]:
+        if self._state.run.request.tool_choice != tools.ANY:
+            return []  # a grammar lets the model spell the tags with any tokens, but then there is nothing else
+        spoken: list[int] = []
+        for token in tokens:
+            self._in_call |= token == self._call_begin
+            if not self._in_call:
+                spoken.append(token)
+            self._in_call &= token != self._call_end
+        return spoken
 
 
-def to_talker(live: Live, output: RequestOutput, call_begins: int, call_ends: int) -> Iterable[EngineChunk]:
-    """The new words, and with the first ones the prompt. The last token, whatever it is, is never spoken."""
-    words = list(output.outputs[0].token_ids)
-    is_first = live.completion_tokens == len(words)
-    if output.finished:
-        del words[-1:]
-    if live.calls is not None:
-        words = _outside_calls(live, words, call_begins, call_ends)
-    tensors: list[Tensor] = []
-    meta: dict[str, Any] = {}
-    if is_first:
-        assert output.prompt_token_ids is not None, "vLLM names the prompt in every output"
-        tensors.append(_ids("prompt_ids", output.prompt_token_ids))
-        if live.hidden:
-            rows = np.stack([live.hidden[place] for place in sorted(live.hidden)])
-            tensors.append(Tensor.of("media", rows))
-            live.hidden.clear()
-            meta = media_shapes(media_features(live.scheduled))
-    if words:
-        tensors.append(_ids("token_ids", words))
-    return (EngineChunk(live.run, tuple(tensors), meta),) if tensors else ()
-
-
-def _outside_calls(live: Live, words: Sequence[int], call_begins: int, call_ends: int) -> list[int]:
-    if live.run.request.tool_choice != tools.ANY:
-        return []  # a grammar lets the model spell the tags with any tokens, but then there is nothing else
-    spoken: list[int] = []
-    for word in words:
-        live.in_call |= word == call_begins
-        if not live.in_call:
-            spoken.append(word)
-        live.in_call &= word != call_ends
-    return spoken
-
-
-def media_shapes(features: Sequence[Any]) -> dict[str, Any]:
-    """What the talker's positions depend on: the grids of pictures, the lengths of sounds, in order."""
-    found: dict[str, Any] = {"image_grids": [], "video_grids": [], "video_steps_s": [], "audio_lengths": []}
+def media_shapes(features: Sequence[Any]) -> list[Tensor]:
+    """What the talker's positions depend on, in order (MEDIA_SHAPES): grids (time, height, width) of images and videos,
+    seconds per grid of videos, lengths of audio in feature frames."""
+    shapes: dict[str, list[Any]] = {name: [] for name in MEDIA_SHAPES}
     for feature in features:
         data = feature.data.get_data()
         if feature.modality == "image":
-            found["image_grids"].append(data["image_grid_thw"].flatten().tolist())
+            shapes["image_grids"].append(data["image_grid_thw"].flatten().tolist())
         elif feature.modality == "video":
-            found["video_grids"].append(data["video_grid_thw"].flatten().tolist())
-            found["video_steps_s"].append(float(data["second_per_grid_ts"]))
+            shapes["video_grids"].append(data["video_grid_thw"].flatten().tolist())
+            shapes["video_steps_s"].append(float(data["second_per_grid_ts"]))
         else:
-            found["audio_lengths"].append(int(data["audio_feature_lengths"]))
-    return found
+            shapes["audio_lengths"].append(int(data["audio_feature_lengths"]))
+    return [Tensor.of(name, np.array(rows, MEDIA_SHAPES[name])) for name, rows in shapes.items()]
 
 
 def _ids(name: str, ids: Sequence[int]) -> Tensor:

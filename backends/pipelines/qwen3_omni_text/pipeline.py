@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from triton_omni.backends.core.pipeline import Operation, Output, Pipeline
 from triton_omni.backends.pipelines.qwen3_omni.checks import check_for
-from triton_omni.backends.pipelines.qwen3_omni.pipeline import MEDIA_IN, THINKER
+from triton_omni.backends.pipelines.qwen3_omni.pipeline import THINKER
 
 PIPELINE = Pipeline(
     name="qwen3_omni_text",
@@ -14,5 +14,4 @@ PIPELINE = Pipeline(
     outputs=(Output("text", "thinker"),),
     operations=(Operation("chat", "thinker", ("text",)),),
     check=check_for("thinker"),
-    about={"media": MEDIA_IN},
 )

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline `qwen_image`: Qwen-Image; the graph and the engine are those of every text-to-image model."""
+"""Pipeline `qwen_image`: Qwen-Image; graph and engine are shared by all text-to-image models."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from triton_omni.backends.diffusion.pipeline import drawing_pipeline
+from triton_omni.backends.diffusion.pipeline import image_pipeline
 
-PIPELINE = drawing_pipeline(
+PIPELINE = image_pipeline(
     "qwen_image",
     package_dir=str(Path(__file__).parent),
     about={

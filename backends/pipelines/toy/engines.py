@@ -31,6 +31,7 @@ from triton_omni.backends.core.engine import (
     Run,
 )
 from triton_omni.backends.core.errors import BadRequest, StageFailed
+from triton_omni.backends.core.outputs import AudioPiece, TextPiece
 
 SAMPLE_RATE_HZ = 24_000
 SAMPLES_PER_FRAME = 240  # 10 ms, so that tests with thousands of frames stay small
@@ -48,8 +49,9 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a run behaves. `*_after` counts its chunks; None means never.
 
-    delay_s       at least so long between two chunks
-    hold_after    go silent, for ever
+    delay_s       least time between two chunks
+    together      produce nothing until this many runs are open at once
+    hold_after    produce nothing after this
     fail_after    fail this run
     raise_after   raise out of step: the whole worker ends
     die_after     kill -9 of the worker
@@ -62,6 +64,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     delay_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    together: Count = 0
     hold_after: Count | None = None
     fail_after: Count | None = None
     raise_after: Count | None = None
@@ -92,6 +95,8 @@ class ToyRun:
     made: int = 0
     phase: int = 0
     due_s: float = 0.0
+    released: bool = False
+    """`together` runs were open at once."""
 
 
 Work = Callable[[Run, ToyRun], "list[EngineEvent] | None"]
@@ -112,6 +117,8 @@ class ToyEngine:
             raise BadRequest("refused on request", f"stages.{self.stage}.refuse")
         run.state = state
         self._runs.append(run)
+        for other in self._runs:
+            other.state.released |= other.state.options.together <= len(self._runs)
 
     def feed(self, run: Run, inputs: Any, last: bool) -> bool:
         if len(run.state.waiting) >= QUEUE_CHUNKS:
@@ -148,7 +155,7 @@ class ToyEngine:
     def _can_work(self, run: Run) -> bool:
         state: ToyRun = run.state
         held = state.options.hold_after is not None and state.made >= state.options.hold_after
-        return not run.blocked and not held and (not run.upstream or bool(state.waiting))
+        return state.released and not run.blocked and not held and (not run.upstream or bool(state.waiting))
 
     def _advance(self, run: Run, events: list[EngineEvent]) -> bool:
         """Make one chunk of one run; False if it made none."""
@@ -164,7 +171,7 @@ class ToyEngine:
         if made is None:
             return False
         if state.options.progress:
-            events.append(EngineProgress(run, {"made": state.made}))
+            events.append(EngineProgress(run, state.made))
         events += made
         state.made += 1
         if any(isinstance(event, EngineFinished) for event in made):
@@ -186,9 +193,9 @@ def tokens(run: Run, state: ToyRun) -> list[EngineEvent] | None:
     total = run.request.sampling.max_tokens or DEFAULT_TOKENS
     events: list[EngineEvent] = []
     if state.made % state.options.output_every == 0:
-        events.append(EngineOutput(run, "text", meta={"text": f"w{state.made} "}))
+        events.append(EngineOutput(run, TextPiece(f"w{state.made} ")))
     if run.feeds:
-        events.append(EngineChunk(run, _filler(state), meta={"token": state.made}))
+        events.append(EngineChunk(run, _filler(state), TextPiece(token_ids=(state.made,))))
     if state.made + 1 == total:
         prompt = sum(len(p.text.split()) for m in run.request.messages for p in m.parts)
         events.append(EngineFinished(run, "length", {"prompt_tokens": prompt, "completion_tokens": total}))
@@ -207,7 +214,7 @@ def frames(run: Run, state: ToyRun) -> list[EngineEvent] | None:
     events: list[EngineEvent] = []
     if token is not None:
         rows = Tensor.of("frames", _rows(token, FRAMES_PER_TOKEN))
-        events.append(EngineChunk(run, (rows, *_filler(state)), {"token": token}))
+        events.append(EngineChunk(run, (rows, *_filler(state)), TextPiece(token_ids=(token,))))
     if last:
         events.append(EngineFinished(run))
     return events
@@ -222,7 +229,7 @@ def wave(run: Run, state: ToyRun) -> list[EngineEvent] | None:
     if rows:
         if state.made % state.options.output_every == 0:
             audio = sine(state.phase, rows * SAMPLES_PER_FRAME)
-            events.append(EngineOutput(run, "audio", (Tensor.of("audio", audio),), {"sample_rate": SAMPLE_RATE_HZ}))
+            events.append(EngineOutput(run, AudioPiece(SAMPLE_RATE_HZ, len(audio)), (Tensor.of("audio", audio),)))
         state.phase += rows * SAMPLES_PER_FRAME
     if last:
         events.append(EngineFinished(run, "stop", {"audio_samples": state.phase}))
@@ -238,7 +245,7 @@ def sine(start: int, samples: int) -> np.ndarray:
 def token_of(chunk: Chunk) -> int | None:
     """Adapter tokens → frames: the token's number; None for an empty last chunk."""
     _check_filler(chunk)
-    return chunk.meta.get("token")
+    return _token(chunk)
 
 
 def rows_of(chunk: Chunk) -> int:
@@ -248,10 +255,15 @@ def rows_of(chunk: Chunk) -> int:
     if tensor is None:
         return 0
     count = tensor.spec.shape[0]
-    token = chunk.meta.get("token")
+    token = _token(chunk)
     if token is not None and memoryview(tensor.data).tobytes() != _rows(token, count).tobytes():
         raise StageFailed("frames are not what was sent", "frames->wave")
     return count
+
+
+def _token(chunk: Chunk) -> int | None:
+    piece = chunk.piece_of(TextPiece)
+    return piece.token_ids[0] if piece is not None else None
 
 
 @functools.lru_cache(maxsize=8192)

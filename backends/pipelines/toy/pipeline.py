@@ -33,8 +33,6 @@ def check(request: GenerateRequest) -> None:
         raise BadRequest("there is nothing to speak", "input")
     if request.operation == "chat" and not request.messages:
         raise BadRequest("at least one message is needed", "messages")
-    if request.media():
-        raise BadRequest(f"this pipeline takes text only, not {', '.join(sorted(request.media()))}", "messages")
     for stage, given in request.stages.items():
         if stage not in _WORK:
             raise BadRequest(f"unknown stage '{stage}'; stages: {', '.join(_WORK)}", f"stages.{stage}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,13 +24,14 @@ from triton_omni.backends.supervisor.serve.watch import Bounds, Watch
 
 EMBEDDED_DEFAULT = ("chat", "image")
 KEPT_LOGS = 10
+_KEY = re.compile(r"[A-Za-z0-9]{16,128}")
 DEVELOPMENT_SERVER = (
-    "note: this local Triton (24.10) has known security holes: for development on this machine only; it listens on\n"
-    "      {host}. Serve others from NVIDIA's container (docker/)."
+    "note: the Triton that set-up installs (24.10) has known security holes; use it for development on this machine.\n"
+    "      It listens on {host}. Serve others from NVIDIA's container (docker/)."
 )
 WELCOME = """
 Triton  http://{host}:{ports.http}  grpc {host}:{ports.grpc}  metrics http://{host}:{ports.metrics}/metrics
-        (loading, unloading and shared memory need the header '{key}')
+        (model control, shared memory, logging and tracing need the header '{key}')
 try     curl {host}:{ports.http}/v2/models/{model}/generate_stream \\
              -d '{{"text_input": "Hello!", "stream": true, "modalities": "text"}}'"""
 
@@ -45,13 +46,14 @@ def serve(options: argparse.Namespace, report: Report) -> int:
     run_folder.sweep(report)
     run_dir = run_folder.make()
     try:
+        key = make_key(options.key_file, run_dir.path)
         repositories += write_deployed(run_dir.path / "model_repository", deploys_of(options), paths.engine_build())
     except SetupError:
         run_dir.remove()
         raise
     launch = Launch(
         server, repositories, ports, run_dir,
-        host=options.host, key=secrets.token_hex(16), exit_timeout_s=options.exit_timeout_s, flags=options.flags,
+        host=options.host, key=key, exit_timeout_s=options.exit_timeout_s, flags=options.flags,
     )  # fmt: skip
     plan = Plan(
         launch,
@@ -63,13 +65,33 @@ def serve(options: argparse.Namespace, report: Report) -> int:
         info_file=options.info_file,
         welcome="" if options.info_file else welcome(launch, not options.no_proxy),
     )
-    if not server.in_container:
+    if home.root in server.binary.parents:
         report(DEVELOPMENT_SERVER.format(host=launch.api().host))
     report(f"starting tritonserver with {', '.join(path.name for path in repositories)}")
     report(f"log: {plan.server_log} (its first line starts the same server by hand)")
     code = Supervisor(plan, report).run()
     report("stopped; nothing is left behind" if code == 0 else f"gave up; read {plan.server_log}")
     return code
+
+
+def make_key(file: Path | None, run_dir: Path) -> str:
+    """The operator's key: that of the file, which is made if missing. Raises SetupError for an unusable file."""
+    if file is None:
+        return paths.operator_key(run_dir)
+    try:
+        if file.exists():
+            (run_dir / "key").write_text(file.read_text().strip())
+        key = paths.operator_key(run_dir)
+        if not file.exists():
+            file.touch(mode=0o600)
+            file.write_text(f"{key}\n")
+    except OSError as error:
+        raise SetupError(f"--key-file: {error}", hint="name a file that this user may write") from None
+    if not _KEY.fullmatch(key):
+        raise SetupError(
+            f"--key-file: {file} must hold 16 to 128 letters and digits", hint="remove it to have one made"
+        )
+    return key
 
 
 def deploys_of(options: argparse.Namespace) -> list[Path]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http
 import http.client
@@ -12,22 +13,23 @@ import re
 import shlex
 import socket
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from triton_omni.backends.config.environment import INTERPRETER_VARIABLES, clean_environment
-from triton_omni.backends.config.paths import RUN_DIR_VARIABLE
+from triton_omni.backends.config.paths import LOOPBACK_HOSTS, LOOPBACK_VARIABLE, RUN_DIR_VARIABLE
 from triton_omni.backends.supervisor.errors import SetupError
+from triton_omni.backends.supervisor.gpu_host import gpu_devices
 from triton_omni.backends.supervisor.serve import processes
 from triton_omni.backends.supervisor.serve.locate import Server
 from triton_omni.backends.supervisor.serve.run_folder import RunDir
 
 LOCAL = "127.0.0.1"
 KEY_HEADER = "triton-omni-key"
-RESTRICTED = "model-repository,shared-memory"
+RESTRICTED = "model-repository,shared-memory,logging,trace"
+NEWER_OPTIONS = {"--allow-client-shm": "true"}  # since 26.05; before, clients' shared memory was always allowed
 _TAIL_LINES = 25
 _SEARCHED_LINES = 2000
 _SHOWN_ERRORS = 6
@@ -83,7 +85,7 @@ def check_ports(ports: Ports, host: str = LOCAL, proxy: bool = True) -> None:
 class Launch:
     """One server's start: what is run, with which environment.
 
-    key  random word that a caller of the model-repository and shared-memory APIs must send; empty: no model control
+    key  the operator's key: callers of the RESTRICTED APIs must send it; empty: no restriction and no model control
     """
 
     server: Server
@@ -111,6 +113,9 @@ class Launch:
             f"--backend-config=python,shm-region-prefix-name={self.run_dir.shm_prefix}",
             f"--exit-timeout-secs={self.exit_timeout_s}",
         ]
+        command += [f"{name}={value}" for name, value in NEWER_OPTIONS.items() if name in self.server.options]
+        # no model of ours takes GPU memory from tritonserver itself
+        command += [f"--cuda-memory-pool-byte-size={gpu}:0" for gpu in range(len(gpu_devices()))]
         if len(self.repositories) > 1:  # one pipeline that cannot be loaded must not take the others along
             command.append("--exit-on-error=false")
         if self.key:
@@ -123,12 +128,18 @@ class Launch:
         return [*command, *self.flags]
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The server's whole environment."""
-        return {**clean_environment(base), **self.server.environment, RUN_DIR_VARIABLE: str(self.run_dir.path)}
+        """The server's whole environment. What torch compiles is kept; by default it would be a temporary file."""
+        kept = {"TORCHINDUCTOR_CACHE_DIR": str(Path("~/.cache/torchinductor").expanduser())}
+        folders = {RUN_DIR_VARIABLE: str(self.run_dir.path), "TMPDIR": str(self.run_dir.temporary)}
+        folders |= self._loopback()
+        return {**kept, **clean_environment(base), **folders, **self.server.environment}
+
+    def _loopback(self) -> dict[str, str]:
+        return {LOOPBACK_VARIABLE: "1"} if self.host in LOOPBACK_HOSTS else {}
 
     def by_hand(self) -> str:
         """The same start as one shell command; it works when typed by hand, without the run folder."""
-        shown = dict(self.server.environment)
+        shown = {**self.server.environment, **self._loopback()}
         if "PATH" in shown:
             shown["PATH"] = shown["PATH"].split(":")[0] + ":$PATH"
         variables = [f'{name}="{value}"' for name, value in shown.items()]
@@ -141,7 +152,8 @@ class Launch:
         with log.open("ab") as sink:
             sink.write(f"$ {self.by_hand()}\n".encode())
             sink.flush()
-            return processes.start(self.command(), self.environment(os.environ), sink.fileno(), tempfile.gettempdir())
+            environment = self.environment(os.environ)
+            return processes.start(self.command(), environment, sink.fileno(), environment["TMPDIR"])
 
     @property
     def key_header(self) -> str:
@@ -195,6 +207,12 @@ class Api:
             return self.call("GET", path, timeout_s=timeout_s)[0] == http.HTTPStatus.OK
         except OSError:
             return False
+
+    def version(self) -> str:
+        """The server's version, such as 2.51.0; empty if it does not answer."""
+        with contextlib.suppress(OSError, TypeError, KeyError):
+            return str(self.call("GET", "/v2")[1]["version"])
+        return ""
 
     def models(self, timeout_s: float = 5.0) -> dict[str, tuple[str, str]]:
         """State and reason of each model the server knows; empty while it does not answer."""

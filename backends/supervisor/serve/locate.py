@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triton_omni.backends.config import paths
-from triton_omni.backends.config.paths import ENGINE_PYTHON_VARIABLE, HOME_VARIABLE, MODELS_VARIABLE, absolute
+from triton_omni.backends.config.paths import (
+    ENGINE_PYTHON_VARIABLE,
+    HOME_VARIABLE,
+    MODELS_VARIABLE,
+    SERVER_VARIABLE,
+    absolute,
+)
 from triton_omni.backends.supervisor.errors import SetupError
 from triton_omni.backends.supervisor.home import Home
 
@@ -39,6 +46,7 @@ class Server:
     environment  variables it needs beyond the caller's; PATH and LD_LIBRARY_PATH are complete values
     stub_python  the interpreter of its Python stubs
     in_container True where that is the container's own Python
+    options      the options that its help lists, each with its dashes: they differ from version to version
     """
 
     binary: Path
@@ -46,29 +54,49 @@ class Server:
     environment: Mapping[str, str]
     stub_python: Path
     in_container: bool
+    options: frozenset[str] = frozenset()
 
 
 def find_server(home: Home, environ: Mapping[str, str] | None = None, container: Path = CONTAINER) -> Server:
-    """The container's server where there is one, else the one in `home`. Raises SetupError if there is none."""
+    """The server that TRITON_OMNI_SERVER names, else the container's, else the one in `home`.
+
+    Raises SetupError if there is none.
+    """
     environ = os.environ if environ is None else environ
+    named = environ.get(SERVER_VARIABLE)
     ours = {
         HOME_VARIABLE: str(home.root),
         ENGINE_PYTHON_VARIABLE: str(absolute(environ.get(ENGINE_PYTHON_VARIABLE) or home.engine_python)),
         MODELS_VARIABLE: str(absolute(environ.get(MODELS_VARIABLE) or home.models)),
     }
-    if (container / "bin" / "tritonserver").is_file():
+    if not named and (container / "bin" / "tritonserver").is_file():
         python = Path(shutil.which("python3", path=environ.get("PATH", os.defpath)) or sys.executable)
-        return Server(container / "bin" / "tritonserver", container / "backends", ours, python, in_container=True)
-    binary = home.tritonserver_tree / "bin" / "tritonserver"
+        binary = container / "bin" / "tritonserver"
+        return Server(binary, container / "backends", ours, python, True, options_of(binary, environ))
+    tree = absolute(named) if named else home.tritonserver_tree
+    binary = tree / "bin" / "tritonserver"
     for path in (binary, home.stub_python):
         if not path.is_file():
-            raise SetupError(f"no tritonserver: {path} does not exist", hint="make setup")
+            hint = f"correct {SERVER_VARIABLE}" if named and path == binary else "make setup"
+            raise SetupError(f"no tritonserver: {path} does not exist", hint=hint)
     ours |= {
         "PATH": f"{home.stub / 'bin'}:{environ.get('PATH', os.defpath)}",  # the stub runs the first python3 on PATH
         "VIRTUAL_ENV": str(home.stub),
         "LD_LIBRARY_PATH": library_path(home, environ),
     }
-    return Server(binary, home.tritonserver_tree / "backends", ours, home.stub_python, in_container=False)
+    return Server(binary, tree / "backends", ours, home.stub_python, False, options_of(binary, {**environ, **ours}))
+
+
+def options_of(binary: Path, environ: Mapping[str, str]) -> frozenset[str]:
+    """The options that a tritonserver's help lists; none if it cannot be run, which its start reports."""
+    try:
+        shown = subprocess.run(
+            [str(binary), "--help"], env=dict(environ), capture_output=True, text=True, check=False,
+            timeout=60, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except OSError:
+        return frozenset()
+    return frozenset(re.findall(r"^ +(--[a-z0-9-]+)", shown.stdout + shown.stderr, re.MULTILINE))
 
 
 def library_path(home: Home, environ: Mapping[str, str]) -> str:

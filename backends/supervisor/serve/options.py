@@ -25,6 +25,9 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     add("--openai-port", type=int, default=Ports.openai)
     add("--any-port", action="store_true", help="choose free ports")
     add("--no-proxy", action="store_true", help="tritonserver only")
+    add(
+        "--key-file", type=Path, metavar="FILE", help="file with the operator's key, made if missing (default: new key)"
+    )
     add("--start-timeout-s", type=float, default=900.0, help="how long the models may take to load")
     add("--exit-timeout-s", type=int, default=EXIT_TIMEOUT_S, help="how long open requests may take to end at shutdown")
     add("--silent-s", type=float, default=SILENT_S, help="server or orchestrator without an answer for this long: hung")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes as /proc shows them: who is alive, who is ours, and how they end. Only ever by pid."""
+"""Processes as /proc shows them: which are alive, which are ours, and how to end them. Always by pid."""
 
 from __future__ import annotations
 
@@ -44,6 +44,22 @@ def marked(mark: str) -> list[int]:
     return sorted(found)
 
 
+def mapped(pids: Iterable[int]) -> str:
+    """The memory maps of processes, as one text; of those that we may read."""
+    texts: list[str] = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            texts.append((PROC / str(pid) / "maps").read_text(errors="replace"))
+    return "".join(texts)
+
+
+def started_at(pid: int) -> float:
+    """When a process started, in seconds since the epoch; 0 for one that is dead."""
+    boot = next(line for line in (PROC / "stat").read_text().splitlines() if line.startswith("btime "))
+    ticks = start_time(pid)
+    return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+
+
 def end_all(pids: Iterable[int], patience_s: float) -> list[int]:
     """SIGTERM, wait at most `patience_s`, SIGKILL. Returns those that had to be killed."""
     left = {pid: started for pid in pids if (started := start_time(pid))}
@@ -66,7 +82,7 @@ def send(pid: int, started: int, number: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait for a condition that nobody announces (a foreign process's end). False after the time-out."""
+    """Poll a condition that has no event, such as another process's end. False after the time-out."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= deadline:
@@ -77,7 +93,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of children's children whose parent died, so that they can be reaped."""
+    """Become the parent of descendants whose parent died, so that they can be reaped."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -97,7 +113,7 @@ def reap_strangers() -> None:
 
 
 def start(command: list[str], environment: dict[str, str], output: int, folder: str) -> subprocess.Popen[bytes]:
-    """Start a child in a session of its own (a Ctrl-C is ours to handle) that gets SIGTERM if we die without a word."""
+    """Start a child in a session of its own (a Ctrl-C is ours to handle) that gets SIGTERM if we are killed."""
     child = subprocess.Popen(  # the child is ended by its owner
         command,
         env=environment,
@@ -114,7 +130,7 @@ def start(command: list[str], environment: dict[str, str], output: int, folder: 
 
 
 def stop(child: subprocess.Popen[Any], patience_s: float) -> bool:
-    """End a child of ours: SIGTERM, wait, SIGKILL. True if it went by itself."""
+    """End a child of ours: SIGTERM, wait, SIGKILL. True if it did not have to be killed."""
     if child.poll() is None:
         child.terminate()
     try:

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The private folder of one running server: sockets, instance records, facts. Nothing of it outlives its owner.
+"""The private folder of one running server: sockets, instance records, temporary files, facts.
 
 A server's regions in /dev/shm carry the run's own prefix, and its processes carry the folder's random name in their
-environment; so what a dead owner left can be told from everybody else's and removed.
+environment, so that what a dead owner left can be identified and removed. Two leftovers of killed processes carry no
+name of ours: OpenMP's in /dev/shm and the Python backend's in /tmp; those that no living process can own are removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,14 @@ from triton_omni.backends.supervisor.errors import Report
 from triton_omni.backends.supervisor.serve import processes
 
 SHM = Path("/dev/shm")
+TMP = Path("/tmp")  # the Python backend makes its folders there, whatever TMPDIR says
+PYTHON_BACKEND = "libtriton_python.so"
 PREFIX = "omni-run-"
 OWNER_FILE = "owner.json"
 FACTS_FILE = "server.json"
 HEALTH_FILE = "health.json"
 _SOCKET_PATH_CHARS = 60  # a unix socket's path may have 107 characters; the rest is for names inside the folder
+_NEW_REGION_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -47,15 +53,17 @@ class RunDir:
         """Pids of the run's living processes."""
         return processes.marked(self.mark)
 
-    def remove(self, known: Iterable[int] = ()) -> list[int]:
-        """End the run's processes that are still there, remove its regions and the folder. Returns killed pids.
+    @property
+    def temporary(self) -> Path:
+        """The folder for temporary files of the server and its workers; made if missing."""
+        folder = self.path / "tmp"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
 
-        `known` are pids that the run had before.
-        """
-        left = self.processes()
-        killed = processes.end_all(left, processes.LEFTOVER_PATIENCE_S)
-        self.remove_regions()
-        remove_openmp_names({*left, *known})
+    def remove(self) -> list[int]:
+        """End the run's remaining processes, remove its regions and the folder. Returns killed pids."""
+        killed = processes.end_all(self.processes(), processes.LEFTOVER_PATIENCE_S)
+        self.remove_leftovers()
         shutil.rmtree(self.path, ignore_errors=True)
         return killed
 
@@ -63,19 +71,45 @@ class RunDir:
         """The run's names in /dev/shm."""
         return sorted(path for path in SHM.iterdir() if path.name.startswith(self.shm_prefix))
 
-    def remove_regions(self) -> list[str]:
-        """Unlink the run's names in /dev/shm; only when none of its processes is left."""
-        removed = self.regions()
-        for path in removed:
+    def remove_leftovers(self) -> None:
+        """Remove what the run's processes left outside its folder; only when none of them is left."""
+        for path in self.regions():
             path.unlink(missing_ok=True)
-        return [path.name for path in removed]
+        remove_unnamed()
+
+    def remove_dead_regions(self, server_pid: int) -> list[str]:
+        """Unlink the regions of dead stubs while the server runs; returns their names.
+
+        The server keeps a region mapped when its stub died with requests in flight. Regions that no other process maps
+        are removed, except new ones, whose stub may be about to map them.
+        """
+        old = [path for path in self.regions() if time.time() - path.stat().st_mtime > _NEW_REGION_S]
+        maps = processes.mapped(pid for pid in self.processes() if pid != server_pid) if old else ""
+        dead = [path for path in old if str(path) not in maps]
+        for path in dead:
+            path.unlink(missing_ok=True)
+        return [path.name for path in dead]
 
 
-def remove_openmp_names(pids: Iterable[int]) -> None:
-    """Unlink what Intel's OpenMP (in the engines) leaves in /dev/shm when its process is killed."""
-    for pid in pids:
-        if not start_time(pid):
-            (SHM / f"__KMP_REGISTERED_LIB_{pid}_{os.getuid()}").unlink(missing_ok=True)
+def remove_unnamed() -> None:
+    """Remove what killed processes of this user left without a name of ours.
+
+    Intel's OpenMP (in engines) names a file in /dev/shm after its pid. Each process with Triton's Python backend makes
+    an empty folder /tmp/python_env_* after its start: one that is older than every such process has no owner.
+    """
+    for path in SHM.glob(f"__KMP_REGISTERED_LIB_*_{os.getuid()}"):
+        pid = path.name.split("_")[-2]
+        if pid.isdigit() and not start_time(int(pid)):
+            path.unlink(missing_ok=True)
+    folders = [path for path in TMP.glob("python_env_*") if path.is_dir() and path.stat().st_uid == os.getuid()]
+    if not folders:
+        return
+    pids = [int(entry.name) for entry in processes.PROC.iterdir() if entry.name.isdigit()]
+    starts = [processes.started_at(pid) for pid in pids if PYTHON_BACKEND in processes.mapped([pid])]
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it holds a model's environment, or is gone
+            if not any(0 < start <= folder.stat().st_mtime + 1 for start in starts):
+                folder.rmdir()
 
 
 def make() -> RunDir:
@@ -90,14 +124,14 @@ def make() -> RunDir:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file that readers see whole or not at all."""
+    """Write a file atomically."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(value, indent=1))
     draft.replace(path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if it is not there or not whole."""
+    """The object in a JSON file; None if it is missing or not JSON."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):

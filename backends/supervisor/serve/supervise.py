@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,8 @@ PROXY_WAIT_S = 5.0  # between two starts of a proxy that ends at once
 PROXY_START_TIMEOUT_S = 60.0
 UNLOAD_TIMEOUT_S = 15.0  # an unload waits for the model's open requests; `load` is tried all the same
 STOP_MARGIN_S = 10.0
+IDLE_STOP_S = 3.0  # a server that is told to stop and has no request ends within a second
+SWEEP_S = 60.0
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Supervisor:
         self._server: subprocess.Popen[bytes] | None = None
         self._proxy: subprocess.Popen[bytes] | None = None
         self._ready_s = 0.0
-        self._pids: set[int] = set()  # all that this run ever had, as far as we saw
+        self._sweep_until_s = 0.0  # regions of dead stubs are looked for until then
         self._proxy_not_before_s = 0.0
         self._reloads: dict[str, Future[str]] = {}
         self._pool = ThreadPoolExecutor(2, "reload")
@@ -123,6 +125,7 @@ class Supervisor:
     def _look_after(self) -> int:
         while not self._stopping.wait(TURN_S):
             processes.reap_strangers()
+            self._sweep()
             actions = self.plan.watch.decide(self._observe())
             self._tell(actions)
             for action in actions:
@@ -136,6 +139,11 @@ class Supervisor:
             if not actions:
                 self._look_after_proxy()
         return 0
+
+    def _sweep(self) -> None:
+        """Remove what dead stubs left, for a while after each reload, and never while a model is being loaded."""
+        if time.monotonic() < self._sweep_until_s and not self._reloads and self._server is not None:
+            self.plan.launch.run_dir.remove_dead_regions(self._server.pid)
 
     def _tell(self, actions: Sequence[Action]) -> None:
         problems = (*self.plan.watch.problems, *self._not_loaded)
@@ -162,8 +170,9 @@ class Supervisor:
         if self._not_loaded and (models := launch.api().models()):  # an operator may have loaded it since
             self._not_loaded = self._missing(models)
         records = read_records(launch.run_dir.path) if alive else []
-        self._pids.update(record.worker_pid for record in records if record.worker_pid)
         reloaded = {model: future.result() for model, future in self._reloads.items() if future.done()}
+        if reloaded:
+            self._sweep_until_s = time.monotonic() + SWEEP_S
         self._reloads = {model: f for model, f in self._reloads.items() if model not in reloaded}
         return Observation(
             now_s=time.monotonic(),
@@ -218,7 +227,8 @@ class Supervisor:
                 if len(self._not_loaded) == len(launch.repositories):
                     raise self._no_start("no pipeline could be loaded")
                 self._ready_s = time.monotonic() - start
-                self._report(f"tritonserver is ready after {self._ready_s:.1f} s (pid {self._server.pid})")
+                name = f"tritonserver {launch.api().version()}"
+                self._report(f"{name} is ready after {self._ready_s:.1f} s (pid {self._server.pid})")
                 return True
             if time.monotonic() - start > self.plan.start_timeout_s:
                 raise self._no_start(f"the models were not ready after {self.plan.start_timeout_s:.0f} s")
@@ -285,9 +295,11 @@ class Supervisor:
     def _end_server(self, patience_s: float) -> None:
         """End the server and all that it left: processes that carry the run's mark, regions of its prefix."""
         run_dir = self.plan.launch.run_dir
-        self._pids.update(run_dir.processes())
         if self._server is not None:
-            processes.stop(self._server, patience_s)
+            if patience_s and self._server.poll() is None:
+                self._server.terminate()
+                processes.wait_until(self._stop_is_over(self._server), patience_s)
+            processes.stop(self._server, 0.0)
             self._server = None
 
         def left_behind() -> list[int]:
@@ -298,10 +310,30 @@ class Supervisor:
         if left := left_behind():
             self._report(f"ending what the server left: pids {left}")
             processes.end_all(left, processes.LEFTOVER_PATIENCE_S)
-        run_dir.remove_regions()
+        run_dir.remove_leftovers()
+
+    def _stop_is_over(self, server: subprocess.Popen[bytes]) -> Callable[[], bool]:
+        """True once the server has ended or waits for nothing.
+
+        A stream that its client cancelled or does not read can hold up an unload for the whole exit time-out, although
+        no instance has a request any more.
+        """
+        records = read_records(self.plan.launch.run_dir.path)
+        busy_s = time.monotonic()
+
+        def is_over() -> bool:
+            nonlocal busy_s
+            if server.poll() is not None:
+                return True
+            states = self._probes.map(observe_instance, records)
+            if any(state.stub_alive and (state.live or not state.answered) for state in states):
+                busy_s = time.monotonic()
+            return time.monotonic() - busy_s >= IDLE_STOP_S
+
+        return is_over
 
     def _end(self) -> None:
-        """End everything: the proxy first, so that nobody is told of a dying server."""
+        """End everything: the proxy first, so that it reports no dying server to its clients."""
         patience_s = 0.0 if self._at_once else self.plan.launch.exit_timeout_s + STOP_MARGIN_S
         if self._proxy is not None:
             processes.stop(self._proxy, min(patience_s, PROXY_PATIENCE_S))
@@ -309,17 +341,15 @@ class Supervisor:
         self._end_server(patience_s)
         for pool in (self._pool, self._probes):
             pool.shutdown(wait=False, cancel_futures=True)
-        self.plan.launch.run_dir.remove(self._pids)
+        self.plan.launch.run_dir.remove()
 
 
 def observe_instance(record: InstanceRecord) -> InstanceStatus:
-    """One instance as it is now. One that starts is not probed: its stub says itself that it is not ready."""
+    """One instance as it is now. One that starts is not probed: its record says that it is not ready."""
     alive = processes.is_alive(record.pid, record.start_time)
-    answered = False
+    answer = None
     if alive and record.state in ("ready", "stuck"):
-        try:
-            probe(record.address, PROBE_TIMEOUT_S)
-            answered = True
-        except OSError:  # nobody listens, it hung up, or it did not answer in time
-            answered = False
-    return InstanceStatus(f"{record.model}#{record.instance}", record.model, record.role, record.state, alive, answered)
+        with contextlib.suppress(OSError):  # it does not listen, it hung up, or it did not answer in time
+            answer = probe(record.address, PROBE_TIMEOUT_S)
+    name, live = f"{record.model}#{record.instance}", answer.live if answer else 0
+    return InstanceStatus(name, record.model, record.role, record.state, alive, answer is not None, live)

@@ -15,7 +15,7 @@ from triton_omni.backends.supervisor.errors import SetupError
 from triton_omni.backends.supervisor.serve import processes, run_folder
 
 _STOP_TIMEOUT_S = 90.0
-_FOLDERS = (paths.HOME_VARIABLE, paths.ENGINE_PYTHON_VARIABLE, paths.MODELS_VARIABLE)
+_FOLDERS = (paths.HOME_VARIABLE, paths.ENGINE_PYTHON_VARIABLE, paths.MODELS_VARIABLE, paths.SERVER_VARIABLE)
 
 
 @contextmanager

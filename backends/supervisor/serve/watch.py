@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the supervisor decides: observations in, actions out. No clock, no processes, no I/O.
 
-A worker that died is its stub's business; we act when a stub is gone, when somebody is silent or not ready beyond a
-bound, or when the server is gone or silent. Waiting times double from try to try; whoever stays healthy for a while
-starts afresh, and who never does is given up.
+A stub restarts its own worker. The supervisor acts when a stub is dead, when an instance is silent or not ready beyond
+a bound, or when the server is dead or silent. The wait doubles from try to try until a healthy period. Reloads that do
+not help lead to a restart of the server, restarts that do not help to giving up.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from triton_omni.backends.control.records import Role, State
 
 @dataclass(frozen=True)
 class Bounds:
-    """How patient the supervisor is. All in seconds, except the two counts.
+    """Time limits of the supervisor in seconds, and two counts.
 
-    silent_s       no answer from a live server or orchestrator, or a stub that is stuck, for so long means hung
-    stage_silent_s the same for a stage's worker; above the stages' own hang_s, so that the stub heals it first
-    not_ready_s    a stub may spend so long on getting its worker back
-    healthy_s      so long without problem forgets the earlier tries
+    silent_s       a server or orchestrator without an answer, or a stub that is stuck, is hung after this
+    stage_silent_s the same for a stage's worker; above the stages' own hang_s, so that the stub acts first
+    not_ready_s    longest time in which a stub may bring its worker back
+    helped_s       a try helped if there is no problem for this long after it
+    healthy_s      time without a problem that resets the wait
     first_wait_s   wait before the second try; doubles up to `longest_wait_s`
-    max_reloads    tries of one model before the server is restarted instead
-    max_restarts   tries of the server before giving up
+    max_reloads    tries of one model that did not help before the server is restarted
+    max_restarts   tries of the server that did not help before giving up
     """
 
     silent_s: float = 30.0
     stage_silent_s: float = 300.0
     not_ready_s: float = 1200.0  # above a stage's default start_timeout_s: a 30B model is loaded by its own stub
+    helped_s: float = 5.0
     healthy_s: float = 60.0
     first_wait_s: float = 1.0
     longest_wait_s: float = 60.0
@@ -39,7 +41,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class InstanceStatus:
-    """One instance as observed: its record, whether its stub lives, whether it answered the probe."""
+    """One instance as observed: its record, whether its stub lives, whether it answered the probe, and its requests."""
 
     name: str
     model: str
@@ -47,6 +49,7 @@ class InstanceStatus:
     state: State
     stub_alive: bool
     answered: bool
+    live: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Reload:
-    """Load a stage's model anew."""
+    """Unload a model and load it again."""
 
     model: str
     why: str
@@ -77,7 +80,7 @@ class RestartServer:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Nothing helped; end, so that whoever started us can act."""
+    """Nothing helped: end with an error."""
 
     why: str
 
@@ -87,22 +90,28 @@ Action = Reload | RestartServer | GiveUp
 
 @dataclass
 class Attempts:
-    """How often something was tried without lasting success, when it may be tried again, and since when it is quiet."""
+    """Tries of one remedy: how many there were and how many did not help, both since the last healthy period."""
 
     count: int = 0
+    failed: int = 0
     not_before_s: float = 0.0
     quiet_since_s: float = 0.0
 
     def note(self, now_s: float, bounds: Bounds) -> None:
-        """One more try; the next has to wait longer."""
+        """Record a try; the next one has to wait longer."""
         self.quiet_since_s = now_s
         self.not_before_s = now_s + min(bounds.longest_wait_s, bounds.first_wait_s * 2**self.count)
         self.count += 1
+        self.failed += 1
 
-    def forget_if_healthy(self, now_s: float, bounds: Bounds) -> None:
-        """Start afresh after a long quiet time."""
-        if now_s - self.quiet_since_s >= bounds.healthy_s:
+    def problem(self, now_s: float, bounds: Bounds) -> None:
+        """Record that there is a problem again: how long it was quiet says whether the last try helped."""
+        quiet_s = now_s - self.quiet_since_s
+        if quiet_s >= bounds.helped_s:
+            self.failed = 0
+        if quiet_s >= bounds.healthy_s:
             self.count = 0
+        self.quiet_since_s = now_s
 
 
 class Watch:
@@ -122,7 +131,7 @@ class Watch:
         """What to do about one observation."""
         self._take_reloads(seen)
         self.problems = ()
-        dead = self._server_trouble(seen)
+        dead = self._server_problem(seen)
         if dead:
             return self._restart(dead, seen.now_s)
         wrong = self._wrong_models(seen)
@@ -138,7 +147,7 @@ class Watch:
         return list(restarts[:1]) or actions
 
     def restarted(self, now_s: float) -> None:
-        """The server was started again, well or not: what was known of its models is void."""
+        """The server was started again, successfully or not: forget what was known of its models."""
         self._restarts.quiet_since_s = now_s
         self._wrong_since.clear()
         self._reloading.clear()
@@ -153,7 +162,7 @@ class Watch:
             if error:
                 self._failed[model] = error
 
-    def _server_trouble(self, seen: Observation) -> str:
+    def _server_problem(self, seen: Observation) -> str:
         if not seen.server_alive:
             return self._only_problem("tritonserver has ended")
         if self._lasts("server", not seen.server_answers, seen.now_s, self.bounds.silent_s):
@@ -168,14 +177,14 @@ class Watch:
         """Model → what is wrong with one of its instances; models in reload are left alone."""
         wrong = dict(self._failed)
         for instance in seen.instances:
-            problem = self._instance_trouble(instance, seen.now_s)
+            problem = self._instance_problem(instance, seen.now_s)
             if instance.model in self._reloading:
                 continue
             if problem:
                 wrong[instance.model] = problem
         return wrong
 
-    def _instance_trouble(self, instance: InstanceStatus, now_s: float) -> str:
+    def _instance_problem(self, instance: InstanceStatus, now_s: float) -> str:
         silent = instance.state == "ready" and not instance.answered and instance.stub_alive
         unready = instance.state not in ("ready", "stuck") and instance.stub_alive
         bound_s = self.bounds.stage_silent_s if instance.role == "stage" else self.bounds.silent_s
@@ -196,7 +205,7 @@ class Watch:
         return ""
 
     def _lasts(self, key: str, wrong: bool, now_s: float, bound_s: float) -> bool:
-        """True if `wrong` has been so without a break for the bound."""
+        """True if `wrong` has been true without a break for the bound."""
         if not wrong:
             self._wrong_since.pop(key, None)
             return False
@@ -204,9 +213,9 @@ class Watch:
 
     def _reload(self, model: str, why: str, now_s: float) -> list[Action]:
         tries = self._reloads.setdefault(model, Attempts())
-        tries.forget_if_healthy(now_s, self.bounds)
-        if tries.count >= self.bounds.max_reloads:
-            return self._restart(f"{why}; {tries.count} reloads did not help", now_s)
+        tries.problem(now_s, self.bounds)
+        if tries.failed >= self.bounds.max_reloads:
+            return self._restart(f"{why}; {tries.failed} reloads did not help", now_s)
         if now_s < tries.not_before_s:
             return []
         tries.note(now_s, self.bounds)
@@ -214,9 +223,9 @@ class Watch:
         return [Reload(model, why)]
 
     def _restart(self, why: str, now_s: float) -> list[Action]:
-        self._restarts.forget_if_healthy(now_s, self.bounds)
-        if self._restarts.count >= self.bounds.max_restarts:
-            return [GiveUp(f"{why}; {self._restarts.count} restarts did not help")]
+        self._restarts.problem(now_s, self.bounds)
+        if self._restarts.failed >= self.bounds.max_restarts:
+            return [GiveUp(f"{why}; {self._restarts.failed} restarts did not help")]
         if now_s < self._restarts.not_before_s:
             return []
         self._restarts.note(now_s, self.bounds)
@@ -224,5 +233,5 @@ class Watch:
 
 
 def _unloads(instance: InstanceStatus) -> bool:
-    """True for an orchestrator that can end its requests itself: one that answers, but opens no runs any more."""
+    """True for an orchestrator that can end its requests itself: it answers, but cannot open runs."""
     return instance.state == "stuck" and instance.stub_alive and instance.answered

@@ -147,6 +147,8 @@ def check(context: Context) -> None:
             raise SetupError(f"this Python has no module '{module}'", hint=f"apt-get install python{version}-venv")
     context.report(f"    {context.interpreter}, {libpython_of(Path(sys.executable)).name}")
     check_disk(context.home, context.build)
+    if problem := gpu_host.memory_problem(context.build, gpu_host.available_bytes()):
+        context.report(f"    note: {problem}")
     if problems := gpu_host.problems(context.build):
         raise SetupError("; ".join(problems), hint="fix it for the CUDA build; docs/gpus.md lists what it needs")
 

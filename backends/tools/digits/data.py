@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the `digits` model draws: the inks, the backgrounds, the sentences that ask for them, and how to read a
-picture back. Needs numpy only."""
+"""Images of the `digits` model: inks, backgrounds, prompt templates, and a reader that classifies an image. Needs numpy
+only."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
 PAIRS = tuple((ink, background) for ink in INKS for background in BACKGROUNDS if ink != background)
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
-COLOURED = (
+COLORED = (
     "{a} {ink} {n} on a {bg} background",
     "{a} {ink} handwritten {n} on a {bg} background",
     "a handwritten {n} in {ink} ink on a {bg} background",
@@ -33,11 +34,14 @@ COLOURED = (
 ON_WHITE = ("{a} {ink} handwritten {n}", "the digit {n} in {ink}", "{a} {ink} {n}", "draw {a} {ink} {n}")
 PLAIN = ("a handwritten {n}", "a handwritten digit {n}", "the number {n}", "{n}", "draw a {n}", "please draw me a {n}")
 
+HELD_OUT = Path(__file__).with_name("digits_held_out.npz")
+"""Digits that are not in the training data."""
+
 Pixels = npt.NDArray[np.uint8]
 
 
 class Reading(NamedTuple):
-    """What a picture shows."""
+    """What an image shows."""
 
     digit: int
     ink: str
@@ -45,24 +49,24 @@ class Reading(NamedTuple):
 
 
 def templates(ink: str, background: str) -> tuple[str, ...]:
-    """The sentences that may ask for this pair of colours; white paper and black ink may go without saying."""
-    found = COLOURED
+    """Prompt templates of a pair of colors; a white background and black ink may be left out."""
+    result = COLORED
     if background == "white":
-        found += ON_WHITE
+        result += ON_WHITE
     if (ink, background) == ("black", "white"):
-        found += PLAIN
-    return found
+        result += PLAIN
+    return result
 
 
 def prompt(template: str, wanted: Reading, spell: bool = False) -> str:
-    """One sentence; `spell` writes the digit as a word."""
+    """One prompt; `spell` writes the digit as a word."""
     name = NAMES[wanted.digit] if spell else str(wanted.digit)
     article = "an" if wanted.ink[0] in "aeiou" else "a"
     return template.format(a=article, ink=wanted.ink, bg=wanted.background, n=name)
 
 
 def random_prompt(rng: random.Random, wanted: Reading) -> str:
-    """A sentence as people write them: sometimes with a capital letter, a full stop or a wrong article."""
+    """A prompt with variations: sometimes a capital letter, a full stop or a wrong article."""
     text = prompt(rng.choice(templates(wanted.ink, wanted.background)), wanted, rng.random() < 0.5)
     if rng.random() < 0.1:
         text = text.replace("an orange", "a orange")
@@ -71,23 +75,23 @@ def random_prompt(rng: random.Random, wanted: Reading) -> str:
     return text + "." if rng.random() < 0.15 else text
 
 
-def random_colours(rng: random.Random) -> tuple[str, str]:
-    """A pair of colours; black on white a little more often, because plain sentences mean it."""
+def random_colors(rng: random.Random) -> tuple[str, str]:
+    """A pair of colors; black on white more often, because plain prompts mean it."""
     return PAIRS[rng.randrange(len(PAIRS))] if rng.random() > 0.15 else ("black", "white")
 
 
 def evaluation_set(count: int, seed: int = 99) -> list[tuple[str, Reading]]:
-    """`count` sentences over digits, inks and backgrounds, all in trained templates."""
+    """`count` prompts over digits, inks and backgrounds, all in trained templates."""
     rng = random.Random(seed)
     cases: list[tuple[str, Reading]] = []
     for i in range(count):
         wanted = Reading(i % 10, *PAIRS[rng.randrange(len(PAIRS))])
-        cases.append((prompt(COLOURED[i % len(COLOURED)], wanted, spell=rng.random() < 0.3), wanted))
+        cases.append((prompt(COLORED[i % len(COLORED)], wanted, spell=rng.random() < 0.3), wanted))
     return cases
 
 
 class Reader:
-    """Reads a picture: colours by the palette, the digit by its three nearest real digits (8 x 8, 0..16)."""
+    """Reads an image: colors by the palette, the digit by its three nearest real digits (8 x 8, 0..16)."""
 
     def __init__(self, digits: npt.NDArray[Any], labels: npt.NDArray[Any]) -> None:
         self._digits = np.asarray(digits, np.float32).reshape(len(digits), 64)
@@ -100,12 +104,18 @@ class Reader:
         return int(np.bincount(nearest, minlength=10).argmax())
 
     def read(self, pixels: Pixels) -> Reading:
-        """Digit, ink and background of an RGB picture (h, w, 3), without knowing what was asked for."""
-        ink, background = colours(pixels)
+        """Digit, ink and background of an RGB image (h, w, 3), without knowledge of the prompt."""
+        ink, background = colors(pixels)
         return Reading(self.digit(strokes(pixels, ink, background)), ink, background)
 
 
-def colours(pixels: Pixels) -> tuple[str, str]:
+def held_out_reader() -> Reader:
+    """A reader that knows the held-out digits only."""
+    with np.load(HELD_OUT) as held_out:
+        return Reader(held_out["digits"], held_out["labels"])
+
+
+def colors(pixels: Pixels) -> tuple[str, str]:
     """Nearest palette names of (ink, background): the border's median, and the 5 % of pixels farthest from it."""
     x = pixels.astype(np.float32)
     edges = (x[:3], x[-3:], x[:, :3], x[:, -3:])
@@ -116,7 +126,7 @@ def colours(pixels: Pixels) -> tuple[str, str]:
 
 
 def strokes(pixels: Pixels, ink: str, background: str) -> npt.NDArray[np.float32]:
-    """The 8 x 8 map of ink (0..16) in the picture's middle square, which must be a multiple of 8 wide."""
+    """The 8 x 8 map of ink (0..16) in the image's middle square, which must be a multiple of 8 wide."""
     at, to = np.array(BACKGROUNDS[background], np.float32), np.array(INKS[ink], np.float32)
     line = to - at
     alpha = ((pixels.astype(np.float32) - at) @ line / (line @ line)).clip(0, 1)
@@ -126,5 +136,5 @@ def strokes(pixels: Pixels, ink: str, background: str) -> npt.NDArray[np.float32
     return square.reshape(8, side // 8, 8, side // 8).mean((1, 3)) * 16
 
 
-def _nearest(palette: dict[str, tuple[int, int, int]], colour: npt.NDArray[np.float32]) -> str:
-    return min(palette, key=lambda name: float(np.linalg.norm(np.array(palette[name], np.float32) - colour)))
+def _nearest(palette: dict[str, tuple[int, int, int]], color: npt.NDArray[np.float32]) -> str:
+    return min(palette, key=lambda name: float(np.linalg.norm(np.array(palette[name], np.float32) - color)))

@@ -100,7 +100,7 @@ def make_text_encoder(vocabulary: int, sizes: Sizes, seed: int) -> Qwen2_5_VLFor
 
 
 def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """Qwen-Image's own schedule: dynamic shift by picture size, ending at sigma 0.02."""
+    """Qwen-Image's own schedule: dynamic shift by image size, ending at sigma 0.02."""
     return FlowMatchEulerDiscreteScheduler(
         base_image_seq_len=256, base_shift=0.5, max_image_seq_len=8192, max_shift=0.9, num_train_timesteps=1000,
         shift=1.0, shift_terminal=0.02, time_shift_type="exponential", use_dynamic_shifting=True,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the `digits` checkpoint: a QwenImagePipeline that draws handwritten digits in colours.
+"""Train the `digits` checkpoint: a QwenImagePipeline for handwritten digits in colors.
 
     python -m triton_omni.backends.tools.digits.train train WORK OUT     about 40 CPU minutes, one thread
-    python -m triton_omni.backends.tools.digits.train check OUT          200 pictures per size, read back
+    python -m triton_omni.backends.tools.digits.train check OUT          classifies 200 images per size
 
-Data: scikit-learn's 8 x 8 digits (UCI optical recognition of handwritten digits, CC BY 4.0). 1000 of them teach the
-model; the other 797 are never seen and serve as the reader that judges the pictures. All seeds are pinned; training
+Data: scikit-learn's 8 x 8 digits (UCI optical recognition of handwritten digits, CC BY 4.0). 1000 of them are
+training data; the other 797 are held out for the reader that classifies the images. All seeds are pinned; training
 is resumed from WORK if it was interrupted. Equal weights on another machine are not claimed.
 """
 
@@ -38,8 +38,7 @@ from triton_omni.backends.tools.digits.small_model import (
 log = logging.getLogger("train_digits")
 
 SIZES = Sizes(layers=4, heads=4, head_dim=24, rope_axes=(8, 8, 8))
-TEACHING = 1000
-HELD_OUT = Path(__file__).with_name("digits_held_out.npz")
+TRAINING_DIGITS = 1000
 VAE_STEPS, STEPS, COOL_DOWN = 1200, 12000, 0.25
 SMALL_FIRST = 2500
 """Steps on 64 x 64 alone, where a step is cheapest, before the other sizes join."""
@@ -51,29 +50,23 @@ CHECKED = ((64, 64), (96, 64), (128, 128))
 
 
 # --- data -----------------------------------------------------------------------------------------------------
-def teaching_digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Digits (n, 8, 8) in 0..1 and labels to learn from: clear ones, that is, their five nearest fellows agree."""
+def training_digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Digits (n, 8, 8) in 0..1 and labels for training: those on whose label four of their five neighbors agree."""
     digits, labels = _shuffled()
-    digits, labels = digits[:TEACHING], labels[:TEACHING]
+    digits, labels = digits[:TRAINING_DIGITS], labels[:TRAINING_DIGITS]
     flat = digits.reshape(len(digits), -1)
     distances = torch.cdist(flat, flat)
     distances.fill_diagonal_(math.inf)
-    fellows = labels[distances.topk(5, largest=False).indices]
-    clear = (fellows == labels[:, None]).sum(1) >= 4
+    neighbors = labels[distances.topk(5, largest=False).indices]
+    clear = (neighbors == labels[:, None]).sum(1) >= 4
     return digits[clear], labels[clear]
 
 
 def save_held_out() -> None:
-    """Write the digits that the model never sees, for the reader in tests."""
+    """Write the held-out digits, which the reader in tests uses."""
     digits, labels = _shuffled()
-    values = (digits[TEACHING:] * 16).round().to(torch.uint8).numpy()
-    np.savez_compressed(HELD_OUT, digits=values, labels=labels[TEACHING:].to(torch.uint8).numpy())
-
-
-def held_out_reader() -> data.Reader:
-    """The judge: it knows only digits that the model never saw."""
-    with np.load(HELD_OUT) as held_out:
-        return data.Reader(held_out["digits"], held_out["labels"])
+    values = (digits[TRAINING_DIGITS:] * 16).round().to(torch.uint8).numpy()
+    np.savez_compressed(data.HELD_OUT, digits=values, labels=labels[TRAINING_DIGITS:].to(torch.uint8).numpy())
 
 
 def _shuffled() -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +78,7 @@ def _shuffled() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def render(digits: torch.Tensor, pairs: list[tuple[str, str]], width: int, height: int) -> torch.Tensor:
-    """Pictures (n, 3, height, width) in -1..1: the digit fills the middle square."""
+    """Images (n, 3, height, width) in -1..1: the digit fills the middle square."""
     side = min(width, height)
     alpha = F.interpolate(digits[:, None], size=(side, side), mode="bicubic", align_corners=False).clamp(0, 1)
     left, top = (width - side) // 2, (height - side) // 2
@@ -97,7 +90,7 @@ def render(digits: torch.Tensor, pairs: list[tuple[str, str]], width: int, heigh
 
 # --- VAE ------------------------------------------------------------------------------------------------------
 def train_vae(vae: AutoencoderKLQwenImage, digits: torch.Tensor) -> None:
-    """A regularised autoencoder with a little fixed noise; mostly on crops, which are cheaper and just as good."""
+    """A regularized autoencoder with a little fixed noise; mostly on crops, which are cheaper."""
     reduce_to_one_frame(vae)
     rng, noise = random.Random(1), torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=0.0)
@@ -109,17 +102,17 @@ def train_vae(vae: AutoencoderKLQwenImage, digits: torch.Tensor) -> None:
         count = 32 if crop else 8
         x = render(
             digits[torch.randint(len(digits), (count,), generator=noise)],
-            [data.random_colours(rng) for _ in range(count)],
+            [data.random_colors(rng) for _ in range(count)],
             width,
             height,
         )
         if crop:
             top, left = 8 * rng.randrange((height - crop) // 8 + 1), 8 * rng.randrange((width - crop) // 8 + 1)
             x = x[:, :, top : top + crop, left : left + crop]
-        mean, spread = vae.quant_conv(vae.encoder(x[:, :, None])).chunk(2, 1)
+        mean, log_variance = vae.quant_conv(vae.encoder(x[:, :, None])).chunk(2, 1)
         z = mean + 0.05 * torch.randn(mean.shape, generator=noise)
         y = vae.decoder(vae.post_quant_conv(z))[:, :, 0]
-        size = mean.square().mean() + 0.1 * (spread + 6).square().mean()
+        size = mean.square().mean() + 0.1 * (log_variance + 6).square().mean()
         loss = F.l1_loss(y, x) + F.mse_loss(y, x) + 1e-3 * size
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -131,7 +124,7 @@ def train_vae(vae: AutoencoderKLQwenImage, digits: torch.Tensor) -> None:
 
 
 def finished_vae(work: Path, digits: torch.Tensor) -> Any:
-    """The trained VAE, with the mean and the spread of its latents in its config."""
+    """The trained VAE, with mean and standard deviation of its latents in its config."""
     path = work / "vae"
     if not path.exists():
         trained = make_vae(SIZES, seed=1)
@@ -142,11 +135,11 @@ def finished_vae(work: Path, digits: torch.Tensor) -> Any:
         reduced.load_state_dict(stock.state_dict())
         reduce_to_one_frame(reduced)
         latents, _ = make_pool(reduced, digits, torch.zeros(len(digits)), (64, 64), count=2048, seed=9)
-        mean, spread = latents.mean((0, 2, 3)).tolist(), latents.std((0, 2, 3)).tolist()
-        stock.register_to_config(latents_mean=[round(v, 4) for v in mean], latents_std=[round(v, 4) for v in spread])
+        mean, std = latents.mean((0, 2, 3)).tolist(), latents.std((0, 2, 3)).tolist()
+        stock.register_to_config(latents_mean=[round(v, 4) for v in mean], latents_std=[round(v, 4) for v in std])
         stock.save_pretrained(path)
     vae: Any = AutoencoderKLQwenImage.from_pretrained(path).eval()
-    vae.register_to_config(_name_or_path="digits/vae")  # not the folder it happened to be trained in
+    vae.register_to_config(_name_or_path="digits/vae")  # not the folder of the training run
     return vae
 
 
@@ -170,15 +163,15 @@ def make_pool(
     count: int,
     seed: int,
 ) -> tuple[torch.Tensor, list[data.Reading]]:
-    """Latents (count, channels, height / 8, width / 8) of random pictures, and what they show."""
+    """Latents (count, channels, height / 8, width / 8) of random images, and what they show."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     latents: list[torch.Tensor] = []
     shown: list[data.Reading] = []
     while len(shown) < count:
         chosen = torch.randint(len(digits), (64,), generator=generator)
-        pairs = [data.random_colours(rng) for _ in range(64)]
-        pictures = render(digits[chosen], pairs, *size)
-        latents.append(vae.quant_conv(vae.encoder(pictures[:, :, None])).chunk(2, 1)[0][:, :, 0])
+        pairs = [data.random_colors(rng) for _ in range(64)]
+        images = render(digits[chosen], pairs, *size)
+        latents.append(vae.quant_conv(vae.encoder(images[:, :, None])).chunk(2, 1)[0][:, :, 0])
         shown += [data.Reading(int(labels[i]), *pair) for i, pair in zip(chosen, pairs, strict=True)]
     return torch.cat(latents), shown
 
@@ -186,15 +179,15 @@ def make_pool(
 def make_pools(
     work: Path, digits: torch.Tensor, labels: torch.Tensor
 ) -> dict[tuple[int, int], tuple[torch.Tensor, list[data.Reading]]]:
-    """Per size: normalised latents to learn from, and what they show."""
+    """Per size: normalized latents, and what they show."""
     reduced: Any = AutoencoderKLQwenImage.from_pretrained(work / "vae").eval()
     reduce_to_one_frame(reduced)
     mean = torch.tensor(reduced.config.latents_mean)[None, :, None, None]
-    spread = torch.tensor(reduced.config.latents_std)[None, :, None, None]
+    std = torch.tensor(reduced.config.latents_std)[None, :, None, None]
     pools: dict[tuple[int, int], tuple[torch.Tensor, list[data.Reading]]] = {}
     for i, size in enumerate(MIXTURE):
         latents, shown = make_pool(reduced, digits, labels, size, 8192 if i < 2 else 3072, seed=10 + i)
-        pools[size] = ((latents - mean) / spread, shown)
+        pools[size] = ((latents - mean) / std, shown)
     log.info("latents ready, cpu %.0f s", time.process_time())
     return pools
 
@@ -230,7 +223,7 @@ def pack(latents: torch.Tensor) -> torch.Tensor:
 
 
 class Trainer:
-    """Flow matching (v = noise - picture) with an average of the weights; its state survives an interruption."""
+    """Flow matching (v = noise - image) with an average of the weights; its state survives an interruption."""
 
     def __init__(self, transformer: Any, prompts: Prompts) -> None:
         self.model, self.prompts = transformer, prompts
@@ -251,7 +244,7 @@ class Trainer:
         path.with_suffix(".new").replace(path)
 
     def load(self, path: Path) -> None:
-        state = torch.load(path, weights_only=False)  # our own file of a moment ago
+        state = torch.load(path, weights_only=False)  # our own file
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.average, self.step, self.loss = state["average"], state["step"], state["loss"]
@@ -271,17 +264,17 @@ class Trainer:
         latents, shown = self.pools[size]
         count = 64 if size[0] * size[1] <= 6144 else 32
         chosen = torch.randint(len(latents), (count,), generator=self.noise)
-        picture = pack(latents[chosen])
+        image = pack(latents[chosen])
         texts = [" " if self.rng.random() < 0.1 else data.random_prompt(self.rng, shown[i]) for i in chosen.tolist()]
         features, mask = self.prompts.batch(texts)
         sigma = torch.sigmoid(torch.randn(count, generator=self.noise) * 1.2 + 0.3)
-        noise = torch.randn(picture.shape, generator=self.noise)
-        mixed = (1 - sigma)[:, None, None] * picture + sigma[:, None, None] * noise
+        noise = torch.randn(image.shape, generator=self.noise)
+        mixed = (1 - sigma)[:, None, None] * image + sigma[:, None, None] * noise
         velocity = self.model(
             hidden_states=mixed, timestep=sigma, encoder_hidden_states=features, encoder_hidden_states_mask=mask,
             img_shapes=[[(1, size[1] // 16, size[0] // 16)]] * count, return_dict=False,
         )[0]  # fmt: skip
-        loss = F.mse_loss(velocity, noise - picture)
+        loss = F.mse_loss(velocity, noise - image)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(steps)
         self.optimizer.zero_grad(set_to_none=True)
@@ -314,8 +307,8 @@ def quiet_start(transformer: Any) -> None:
 def train(work: Path, out: Path, steps: int) -> None:
     work.mkdir(parents=True, exist_ok=True)
     save_held_out()
-    digits, labels = teaching_digits()
-    log.info("%d clear digits of %d", len(digits), TEACHING)
+    digits, labels = training_digits()
+    log.info("%d clear digits of %d", len(digits), TRAINING_DIGITS)
     vae = finished_vae(work, digits)
     tokenizer = make_tokenizer()
     encoder = make_text_encoder(len(tokenizer), SIZES, seed=0)
@@ -341,31 +334,31 @@ def train(work: Path, out: Path, steps: int) -> None:
 # --- check ----------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def check(out: Path, count: int) -> None:
-    """Draw `count` pictures per size with the stock pipeline and read them back."""
-    reader = held_out_reader()
+    """Generate `count` images per size with the stock pipeline and classify them."""
+    reader = data.held_out_reader()
     pipe: Any = QwenImagePipeline.from_pretrained(out, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    digits, labels = teaching_digits()
+    digits, labels = training_digits()
     right = [reader.digit(d.numpy() * 16) == int(n) for d, n in zip(digits, labels, strict=True)]
     log.info("the reader on the model's own digits: %.3f", np.mean(right))
     for width, height in CHECKED:
-        digit = colour = 0
+        digit = color = 0
         wrong: list[tuple[int, int]] = []
         cases = data.evaluation_set(count)
         for start in range(0, count, 20):
             texts, wanted = zip(*cases[start : start + 20], strict=True)
-            pictures = pipe(
+            images = pipe(
                 list(texts), negative_prompt=[" "] * len(texts), true_cfg_scale=2.5, width=width, height=height,
                 num_inference_steps=12, output_type="np",
                 generator=[torch.Generator().manual_seed(start + i) for i in range(len(texts))],
             ).images  # fmt: skip
-            for picture, want in zip(pictures, wanted, strict=True):
-                seen = reader.read((picture * 255).round().astype(np.uint8))
+            for image, want in zip(images, wanted, strict=True):
+                seen = reader.read((image * 255).round().astype(np.uint8))
                 digit += seen.digit == want.digit
-                colour += seen[1:] == want[1:]
+                color += seen[1:] == want[1:]
                 if seen.digit != want.digit:
                     wrong.append((want.digit, seen.digit))
-        log.info("%dx%d: digit %.3f colours %.3f wrong %s", width, height, digit / count, colour / count, wrong)
+        log.info("%dx%d: digit %.3f colors %.3f wrong %s", width, height, digit / count, color / count, wrong)
 
 
 def main() -> None:

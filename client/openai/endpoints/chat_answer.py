@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from triton_omni.backends.wire import Event
+from triton_omni.backends.wire import Candidate, Event, TextPiece, TokenLogprob
 from triton_omni.openai.endpoints.chat_request import ChatCall
 from triton_omni.openai.endpoints.image_request import as_base64
 from triton_omni.openai.endpoints.schemas import Json
@@ -60,15 +59,11 @@ def usage_of(*ends: Event) -> Json:
 def logprobs_of(event: Event, top: int) -> list[Json]:
     """OpenAI's log-probabilities of the tokens of one piece of text."""
 
-    def entry(token: Mapping[str, Any]) -> Json:
-        return {
-            "token": token["token"], "logprob": token["logprob"], "bytes": list(str(token["token"]).encode("utf-8")),
-        }  # fmt: skip
+    def entry(token: TokenLogprob | Candidate) -> Json:
+        return {"token": token.token, "logprob": token.logprob, "bytes": list(token.token.encode("utf-8"))}
 
-    return [
-        entry(token) | {"top_logprobs": [entry(other) for other in token.get("top", [])[:top]]}
-        for token in event.meta.get("logprobs", [])
-    ]
+    tokens = event.piece.logprobs if isinstance(event.piece, TextPiece) else ()
+    return [entry(token) | {"top_logprobs": [entry(other) for other in token.top[:top]]} for token in tokens]
 
 
 def finish_reason_of(event: Event) -> str:
@@ -79,8 +74,8 @@ def finish_reason_of(event: Event) -> str:
 def tool_calls_of(event: Event) -> list[Json]:
     """Function calls of an event; each arrives once and complete."""
     return [
-        {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-        for call in event.meta.get("tool_calls", [])
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in (event.piece.tool_calls if isinstance(event.piece, TextPiece) else ())
     ]
 
 
@@ -125,8 +120,8 @@ class ChoiceStream:
             if calls:
                 yield self._choice({"tool_calls": calls})
         if piece.audio is not None:
-            yield from self._audio(piece.audio, piece.event)
-        if piece.image is not None and not piece.event.meta.get("partial"):
+            yield from self._audio(piece.audio, piece.sample_rate_hz)
+        if piece.image is not None and not piece.is_preview:
             yield self._choice({"images": [image_part(piece.image, self._images)]})
             self._images += 1
         if piece.event.type == "end":
@@ -147,9 +142,9 @@ class ChoiceStream:
         self._transcript.append(text)
         return self._choice({"audio": {"transcript": text}}, logprobs=logprobs)
 
-    def _audio(self, samples: np.ndarray, event: Event) -> Iterable[Json]:
+    def _audio(self, samples: np.ndarray, rate_hz: int) -> Iterable[Json]:
         if self._encoder is None:
-            self._encoder = audio.encoder("pcm16", int(event.meta["sample_rate"]))
+            self._encoder = audio.encoder("pcm16", rate_hz)
         self._held += self._encoder.feed(samples)
         whole = len(self._held) // PCM_STEP * PCM_STEP
         data, self._held = self._held[:whole], self._held[whole:]
@@ -232,8 +227,8 @@ class ChatCompletion:
                 run.logprobs += logprobs_of(piece.event, self._call.top_logprobs)
         if piece.audio is not None:
             run.audio.append(piece.audio)
-            run.rate_hz = int(piece.event.meta["sample_rate"])
-        if piece.image is not None and not piece.event.meta.get("partial"):
+            run.rate_hz = piece.sample_rate_hz
+        if piece.image is not None and not piece.is_preview:
             run.images.append(piece.image)
 
     def body(self, head: Head, transcripts: Transcripts) -> Json:

@@ -53,7 +53,7 @@ async def read_chat(body: ChatBody, context: RequestContext) -> ChatCall:
     tools, tool_choice = _tools(body)
     image = image_request.image_params(body)
     wants_audio = body.mm_processor_kwargs is not None and body.mm_processor_kwargs.use_audio_in_video is True
-    reader = MessageReader(context, with_video_audio=wants_audio)
+    reader = MessageReader(context, body.model, with_video_audio=wants_audio)
     messages = await reader.read(body.messages)
     request = GenerateRequest(
         operation="chat",

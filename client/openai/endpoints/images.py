@@ -10,7 +10,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from triton_omni.backends.wire import Event, OmniError
+from triton_omni.backends.wire import Event, ImagePiece, OmniError
 from triton_omni.openai.endpoints.image_request import UNSUPPORTED, ImageCall, read_image_call
 from triton_omni.openai.endpoints.schemas import ImageBody, Json
 from triton_omni.openai.http import sse
@@ -88,8 +88,8 @@ class ImageAnswer:
         """Take a piece of an answer that is sent at once; previews are for streams only."""
         if piece.event.type == "end":
             self._end = piece.event
-        elif piece.image is not None and not piece.event.meta.get("partial"):
-            self._images.append((int(piece.event.meta.get("index", len(self._images))), piece.image))
+        elif piece.image is not None and isinstance(piece.event.piece, ImagePiece) and not piece.is_preview:
+            self._images.append((piece.event.piece.index, piece.image))
 
     def body(self) -> Json:
         """The response body; encodes the images."""
@@ -108,13 +108,12 @@ class ImageAnswer:
 
         They are encoded as they arrive, in the thread of their piece.
         """
-        meta = piece.event.meta
-        if piece.image is not None and meta.get("partial"):
+        about = piece.event.piece
+        if piece.image is not None and isinstance(about, ImagePiece) and about.partial:
             name, content = self._content("partial_image", piece.image)
-            yield sse.data({**content, "partial_image_index": int(meta.get("partial_image_index", 0))}, name)
-        elif piece.image is not None:
-            index = int(meta.get("index", len(self._completed)))
-            self._completed.append((index, self._content("completed", piece.image)))
+            yield sse.data({**content, "partial_image_index": about.partial_image_index or 0}, name)
+        elif piece.image is not None and isinstance(about, ImagePiece):
+            self._completed.append((about.index, self._content("completed", piece.image)))
         elif piece.event.type == "end":
             for _, (name, content) in sorted(self._completed, key=lambda item: item[0]):
                 yield sse.data({**content, "usage": image_usage(piece.event)}, name)

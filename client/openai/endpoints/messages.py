@@ -25,8 +25,9 @@ _ADD = {"image": Media.image, "audio": Media.audio, "video": Media.video}
 class MessageReader:
     """Reads the messages of one request. `with_video_audio`: videos are read together with their audio."""
 
-    def __init__(self, context: RequestContext, *, with_video_audio: bool = False) -> None:
+    def __init__(self, context: RequestContext, model: str, *, with_video_audio: bool = False) -> None:
         self.media = Media(context.share.take)
+        self._model = model
         self._with_video_audio = with_video_audio
         self._media_count = 0
         self._services = context.services
@@ -91,12 +92,14 @@ class MessageReader:
                 return await self._by_url(part.video_url, "video", f"{path}.video_url")
 
     async def _input_audio(self, data: str, param: str) -> Part:
+        await self._services.catalogue.check_media(self._model, "audio", param)
         decode = from_data_url if is_data_url(data) else from_base64
         with media_errors(param, "invalid_audio"):
             return await in_thread(self._services.pools.media, lambda: self.media.audio(decode(data)))
 
     async def _by_url(self, source: schemas.ImageUrl | schemas.MediaUrl | str, kind: str, path: str) -> list[Part]:
         param = path if isinstance(source, str) else f"{path}.url"
+        await self._services.catalogue.check_media(self._model, kind, param)
         with media_errors(param, f"invalid_{kind}_url"):
             data = await self._read(source if isinstance(source, str) else source.url)
         pools = self._services.pools

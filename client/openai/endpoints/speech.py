@@ -63,7 +63,7 @@ class SpeechWriter:
         data = b""
         if piece.audio is not None and piece.audio.size:
             if self._encoder is None:
-                self._encoder = audio.encoder(self._file_format, int(piece.event.meta["sample_rate"]))
+                self._encoder = audio.encoder(self._file_format, piece.sample_rate_hz)
             data = self._encoder.feed(piece.audio)
         if piece.event.type == "end":
             if self._encoder is None:

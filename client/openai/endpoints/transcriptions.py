@@ -11,7 +11,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from triton_omni import subtitles
-from triton_omni.backends.wire import Deadlines, Event, GenerateRequest, Message, Part, TranscriptionParams
+from triton_omni.backends.wire import (
+    Deadlines,
+    Event,
+    GenerateRequest,
+    Message,
+    Part,
+    TranscriptionParams,
+    TranscriptPiece,
+)
 from triton_omni.media import Media
 from triton_omni.openai.endpoints.messages import media_errors
 from triton_omni.openai.endpoints.schemas import Json, TranscriptionBody
@@ -40,17 +48,15 @@ class Transcript:
         """Take a piece; returns its text."""
         if piece.event.type == "end":
             self.end = piece.event
-        if piece.event.type != "transcript" or piece.text is None:
+        segment = piece.event.piece
+        if not isinstance(segment, TranscriptPiece):
             return ""
-        meta = piece.event.meta
-        self.language = meta.get("language", self.language)
+        self.language = segment.language or self.language
         self.segments.append(
-            {"id": len(self.segments), "start": meta["start_s"], "end": meta["end_s"], "text": piece.text}
+            {"id": len(self.segments), "start": segment.start_s, "end": segment.end_s, "text": segment.text}
         )
-        self.words += [
-            {"word": word["word"], "start": word["start_s"], "end": word["end_s"]} for word in meta.get("words", ())
-        ]
-        return piece.text
+        self.words += [{"word": word.word, "start": word.start_s, "end": word.end_s} for word in segment.words]
+        return segment.text
 
     @property
     def text(self) -> str:
@@ -87,6 +93,7 @@ async def transcribe(request: Request) -> Response:
             raise missing("file")
         if len(form.getlist("file")) > 1:
             raise invalid("file", "There is one file at most.")
+        await context.services.catalogue.check_media(body.model, "audio", "file")
         data = await file_in(form["file"], "file")
     with media_errors("file", "invalid_audio"):
         part = await in_thread(pools.media, media.audio, data)

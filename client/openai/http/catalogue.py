@@ -10,7 +10,7 @@ from typing import Any
 
 from triton_omni.backends.wire import OmniError
 from triton_omni.openai.backend import Backend
-from triton_omni.openai.http.errors import ApiError, of_omni
+from triton_omni.openai.http.errors import ApiError, invalid, of_omni
 
 FRESH_S = 2.0
 OWNER = "triton-omni"
@@ -29,6 +29,7 @@ class Catalogue:
         self._clock = clock
         self._listed: dict[str, str] = {}
         self._listed_s = float("-inf")
+        self._media: dict[str, tuple[str, ...]] = {}
         self.created = int(time.time())
 
     async def models(self) -> dict[str, str]:
@@ -49,6 +50,18 @@ class Catalogue:
         if model not in models:
             raise unknown_model(model, list(models))
         return models[model]
+
+    async def check_media(self, model: str, kind: str, param: str) -> None:
+        """Refuse content that the model does not take, before it is fetched or decoded. Raises ApiError."""
+        pipeline = await self.pipeline_of(model)
+        if pipeline not in self._media:
+            about = (await self._state(pipeline)).get("about", {})
+            if "media" not in about:
+                return  # the pipeline does not answer: the call itself gets the error
+            self._media[pipeline] = tuple(about["media"])
+        if kind not in self._media[pipeline]:
+            taken = ", ".join(self._media[pipeline])
+            raise invalid(param, f"The model '{model}' takes {taken}, not {kind}.", "unsupported_value")
 
     async def states(self) -> dict[str, Facts]:
         """Model id → what its pipeline reports, or why it does not answer. Raises OmniError."""

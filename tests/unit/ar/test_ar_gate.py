@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="needs the engine environment (make 
 
 from triton_omni.backends.ar.gate import RowGate  # noqa: E402
 from triton_omni.backends.ar.hooks import Span  # noqa: E402
-from triton_omni.backends.ar.rows import Begin, End, RowStore  # noqa: E402
+from triton_omni.backends.ar.rows import BeginRows, EndRows, RowStore  # noqa: E402
 
 KEY = "run"
 NO_IDS: Any = ["no id"]
@@ -26,7 +26,7 @@ import multiprocessing, threading
 from types import SimpleNamespace
 import torch
 from triton_omni.backends.ar.ranks import die_on_error, die_with_worker, watch_ranks
-from triton_omni.backends.ar.rows import Begin, RowStore
+from triton_omni.backends.ar.rows import BeginRows, RowStore
 
 class Network:
     pad_text = 0
@@ -47,7 +47,7 @@ def rank(number):
     die_with_worker()
     store = RowStore(Network(number))
     with die_on_error(number):
-        store.take([Begin("bad", ["no id"]), Begin("large", [5, 6])])
+        store.apply([BeginRows("bad", ["no id"]), BeginRows("large", [5, 6])])
         assert list(store.runs) == ["large"]
     threading.Event().wait()  # as one that waits in a collective call
 
@@ -72,30 +72,30 @@ class Network:
     def text_rows(self, token_ids):
         return torch.tensor(token_ids, dtype=torch.float32)[:, None].expand(-1, 2).clone()
 
-    def predict(self, hidden, tokens, generators):
-        drawn = [7 if g is None else int(torch.randint(100, (1,), generator=g)) for g in generators]
-        frames = torch.stack([tokens, torch.tensor(drawn)], 1)
+    def predict(self, hidden, tokens, draws):
+        drawn = torch.where(draws.greedy, 7, (draws.seeds * 31 + draws.frames) % 100)
+        frames = torch.stack([tokens, drawn], 1)
         return frames, frames.sum(1)[:, None].expand(-1, 2) / 1e6
 
 
 def hand_over(rank, gate):
-    gate.came(rank.made())
+    gate.on_step_result(rank.step_result())
 
 
 def step(gate, ranks, position, token):
     """One run's step at `position`, as vLLM makes it: every rank is told the same and fills the same row."""
     assert gate.ready(KEY, position)
-    notes = pickle.dumps(gate.notes())
+    events = pickle.dumps(gate.control_events())
     filled = []
     for rank in ranks:
-        rank.take(pickle.loads(notes))
+        rank.apply(pickle.loads(events))
         rows = torch.zeros(1, 2)
         rank.fill([Span(KEY, position, 0, 1)], rows)
-        rank.sampled([KEY], rows, [token])
+        rank.on_sampled([KEY], rows, [token])
         filled.append(rows[0, 0].item())
-    made = [rank.made() for rank in ranks]
+    made = [rank.step_result() for rank in ranks]
     assert all((m.keys, m.frames.tolist()) == (made[0].keys, made[0].frames.tolist()) for m in made)
-    gate.came(pickle.loads(pickle.dumps(made[0])))
+    gate.on_step_result(pickle.loads(pickle.dumps(made[0])))
     assert filled[1:] == filled[:-1]
     return filled[0]
 
@@ -103,27 +103,27 @@ def step(gate, ranks, position, token):
 @pytest.mark.parametrize("seed", [None, 3])
 def test_rows_are_made_of_the_frame_before_and_the_words_as_they_come(seed):
     gate, ranks = RowGate(), [RowStore(Network()), RowStore(Network())]
-    run = gate.begin(Begin(KEY, [5], seed=seed), 1)
+    run = gate.begin(BeginRows(KEY, [5], seed=seed), 1)
     assert step(gate, ranks, 0, 40) == 5
-    assert not run.can_go_on, "its next word is missing"
-    gate.say(KEY, [6, 8], last=False)
+    assert not run.can_step, "its next word is missing"
+    gate.push_tokens(KEY, [6, 8], last=False)
     assert [int(step(gate, ranks, 1, 41)), int(step(gate, ranks, 2, 42))] == [6, 8]
-    assert not run.can_go_on
-    gate.say(KEY, [], last=True)
+    assert not run.can_step
+    gate.push_tokens(KEY, [], last=True)
     assert int(step(gate, ranks, 3, 43)) == Network.pad_text
     assert [frame[0] for frame in run.frames] == [40, 41, 42, 43]
     assert run.steps == 4
     run.paused = True
-    assert not run.can_go_on
+    assert not run.can_step
 
 
 def test_a_preempted_run_finds_the_same_rows():
     gate, rank = RowGate(), RowStore(Network())
-    gate.begin(Begin(KEY, [5, 6]), 2)
-    gate.say(KEY, [7, 8], last=True)
-    rank.take(gate.notes())
+    gate.begin(BeginRows(KEY, [5, 6]), 2)
+    gate.push_tokens(KEY, [7, 8], last=True)
+    rank.apply(gate.control_events())
     for token in (40, 41):
-        rank.sampled([KEY], torch.zeros(1, 2), [token])
+        rank.on_sampled([KEY], torch.zeros(1, 2), [token])
     again = torch.zeros(4, 2)
     rank.fill([Span(KEY, 0, 0, 4)], again)
     assert again[:, 0].tolist() == pytest.approx([5, 6, 7 + 47e-6, 8 + 48e-6])
@@ -131,44 +131,44 @@ def test_a_preempted_run_finds_the_same_rows():
 
 def test_a_run_that_ends_before_a_step_costs_the_ranks_nothing():
     gate, rank = RowGate(), RowStore(Network())
-    gate.begin(Begin(KEY, [5]), 1)
-    gate.say(KEY, [6], last=False)
-    gate.begin(Begin("other", [5]), 1)
+    gate.begin(BeginRows(KEY, [5]), 1)
+    gate.push_tokens(KEY, [6], last=False)
+    gate.begin(BeginRows("other", [5]), 1)
     gate.end(KEY)
-    notes = gate.notes()
-    assert [type(note) for note in notes] == [Begin, End]
-    rank.take(notes)
+    events = gate.control_events()
+    assert [type(event) for event in events] == [BeginRows, EndRows]
+    rank.apply(events)
     assert list(rank.runs) == ["other"] and list(gate.runs) == ["other"]
-    assert gate.notes() == []
+    assert gate.control_events() == []
 
 
 def test_a_note_that_cannot_be_followed_breaks_its_run_alone():
     gate, rank = RowGate(), RowStore(Network())
-    runs = [gate.begin(Begin(key, prompt), 1) for key, prompt in (("good", [5]), ("bad", ["no id"]), ("late", [5]))]
-    gate.say("late", NO_IDS, last=False)
-    rank.take(gate.notes())
+    runs = [gate.begin(BeginRows(key, prompt), 1) for key, prompt in (("good", [5]), ("bad", ["no id"]), ("late", [5]))]
+    gate.push_tokens("late", NO_IDS, last=False)
+    rank.apply(gate.control_events())
     rows = torch.ones(3, 2)
     rank.fill([Span("good", 0, 0, 1), Span("bad", 0, 1, 1), Span("late", 0, 2, 1)], rows)
     assert rows[:, 0].tolist() == [5, 0, 0]
-    rank.sampled(["bad", "good", "late"], torch.zeros(3, 2), [40, 41, 42])
+    rank.on_sampled(["bad", "good", "late"], torch.zeros(3, 2), [40, 41, 42])
     hand_over(rank, gate)
     assert [run.steps for run in runs] == [1, 0, 0] and runs[0].frames[0][0] == 41
-    assert [bool(run.broken) for run in runs] == [False, True, True]
+    assert [bool(run.failure) for run in runs] == [False, True, True]
     gate.end("bad")
-    rank.take(gate.notes())
+    rank.apply(gate.control_events())
     assert set(rank.runs) == {"good", "late"}
 
 
 def test_numbers_without_bounds_break_their_run_alone():
     gate, rank = RowGate(), RowStore(Network())
-    good, bad = (gate.begin(Begin(key, [5], seed=3), 1) for key in ("good", "bad"))
-    rank.take(gate.notes())
+    good, bad = (gate.begin(BeginRows(key, [5], seed=3), 1) for key in ("good", "bad"))
+    rank.apply(gate.control_events())
     hidden = torch.zeros(2, 2)
     hidden[1, 0] = torch.inf
-    rank.sampled(["good", "bad"], hidden, [40, 41])
+    rank.on_sampled(["good", "bad"], hidden, [40, 41])
     hand_over(rank, gate)
-    assert (good.steps, bad.steps) == (1, 0) and bad.broken and not good.broken
-    rank.sampled(["bad"], torch.zeros(1, 2), [42])
+    assert (good.steps, bad.steps) == (1, 0) and bad.failure and not good.failure
+    rank.on_sampled(["bad"], torch.zeros(1, 2), [42])
     hand_over(rank, gate)
     assert bad.steps == 0, "a broken run stays broken"
 
@@ -179,11 +179,11 @@ def test_a_want_of_memory_breaks_its_run_alone_where_there_is_one_rank():
             raise torch.OutOfMemoryError("no room for rows")
 
     gate, rank = RowGate(), RowStore(Short())
-    run = gate.begin(Begin(KEY, [5]), 1)
-    rank.take(gate.notes())
-    rank.sampled([KEY], torch.zeros(1, 2), [40])
+    run = gate.begin(BeginRows(KEY, [5]), 1)
+    rank.apply(gate.control_events())
+    rank.on_sampled([KEY], torch.zeros(1, 2), [40])
     hand_over(rank, gate)
-    assert run.broken == "OutOfMemoryError: no room for rows"
+    assert run.failure == "OutOfMemoryError: no room for rows"
 
 
 @pytest.mark.timeout(180)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from triton_omni.backends.ar.environment import worker_environment
+from triton_omni.backends.ar.environment import GPU_THREADS, worker_environment
 from triton_omni.backends.ar.options import checkpoint, read_options
 from triton_omni.backends.core.engine import OptionsError
 
@@ -84,7 +84,18 @@ def test_a_cpu_worker_preloads_the_openmp_of_its_own_environment(tmp_path, monke
     assert "LD_PRELOAD" not in worker_environment({}, "cpu", tmp_path)
 
 
-def test_a_gpu_worker_keeps_its_compiler_and_threads(tmp_path):
+def test_a_gpu_worker_keeps_its_compiler_and_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
     found = worker_environment({}, "cuda", tmp_path)
-    assert not {"TORCH_COMPILE_DISABLE", "OMP_NUM_THREADS", "LD_PRELOAD"} & set(found)
+    assert not {"TORCH_COMPILE_DISABLE", "LD_PRELOAD", "VLLM_BATCH_INVARIANT"} & set(found)
     assert found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert found["OMP_NUM_THREADS"] == str(GPU_THREADS), "stubs start workers with one thread unless told otherwise"
+    assert worker_environment({"threads": 3}, "cuda", tmp_path)["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_gpu_worker_samples_alike_on_all_hosts(tmp_path, monkeypatch):
+    """vLLM takes FlashInfer's sampler where nvcc and ninja are on PATH."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/local/cuda/bin")
+    found = worker_environment({"batch_invariant": True}, "cuda", tmp_path)
+    assert found["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and found["VLLM_BATCH_INVARIANT"] == "1"
+    assert str(tmp_path) not in found["PATH"] and "cuda" not in found["PATH"]

@@ -36,7 +36,7 @@ def scan(pieces):
         text, found = scanner.feed(piece, place + 1 == len(pieces))
         said.append(text)
         calls += found
-    assert scanner.found == len(calls)
+    assert scanner.calls_seen == len(calls)
     return "".join(said), calls
 
 
@@ -47,8 +47,8 @@ def test_cutting_changes_nothing(text, shown, count):
         cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randrange(6)))
         said, calls = scan([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)])
         assert said == shown
-        assert [(c["name"], json.loads(c["arguments"])) for c in calls] == [("weather", {"city": "Köln"})] * count
-        assert len({c["id"] for c in calls}) == count
+        assert [(c.name, json.loads(c.arguments)) for c in calls] == [("weather", {"city": "Köln"})] * count
+        assert len({c.id for c in calls}) == count
 
 
 def test_text_before_a_call_is_not_held_back():

@@ -21,6 +21,7 @@ from tests.kit.proxy_server import running_proxy
 from tests.kit.web_server import web
 from triton_omni import Media, MediaError
 from triton_omni import fetch as fetching
+from triton_omni.openai.endpoints import messages
 from triton_omni.openai.http.app import Settings
 from triton_omni.openai.media import audio as coding
 
@@ -65,6 +66,38 @@ def test_what_is_not_read_names_the_url(sdk: openai.OpenAI, kind: str, url: str,
     with pytest.raises(openai.BadRequestError) as caught:
         sdk.chat.completions.create(model="fake", messages=asking(kind, url))
     assert (caught.value.param, caught.value.code) == (f"messages[0].content[1].{kind}.url", code)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/never-connected", "data:,undecoded"])
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+def test_kinds_that_a_model_does_not_take_are_refused_before_they_are_read(
+    sdk: openai.OpenAI, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, kind: str, url: str
+) -> None:
+    backend.media = ("text",)
+    touched: list[str] = []
+    for name in ("read_url", "from_data_url", "from_base64"):
+        monkeypatch.setattr(messages, name, lambda *_, name=name: touched.append(name))
+    with pytest.raises(openai.BadRequestError, match=f"The model 'fake' takes text, not {kind}") as caught:
+        sdk.chat.completions.create(model="fake", messages=asking(f"{kind}_url", url))
+    assert (caught.value.param, caught.value.code) == (f"messages[0].content[1].{kind}_url.url", "unsupported_value")
+    assert not touched and not backend.seen
+
+
+def test_files_that_a_model_does_not_take_are_refused_before_they_are_decoded(
+    sdk: openai.OpenAI, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.media = ("text",)
+    decoded: list[str] = []
+    for name in ("image", "audio", "mask"):
+        monkeypatch.setattr(Media, name, lambda *_, name=name, **__: decoded.append(name))
+    speech = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    with pytest.raises(openai.BadRequestError, match="takes text, not audio"):
+        sdk.chat.completions.create(model="fake", messages=[{"role": "user", "content": [speech]}])
+    with pytest.raises(openai.BadRequestError, match="takes text, not audio"):
+        sdk.audio.transcriptions.create(model="fake", file=("a.wav", b"RIFF"))
+    with pytest.raises(openai.BadRequestError, match="takes text, not image"):
+        sdk.images.edit(model="painter", image=picture(), prompt="a fox")
+    assert not decoded and not backend.seen
 
 
 def test_the_checked_address_is_connected_to_at_every_redirect_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,11 +168,11 @@ def test_a_client_that_leaves_while_its_picture_is_fetched(backend: FakeBackend,
 
         holder = threading.Thread(target=hold)
         holder.start()
-        messages = asking("image_url", f"http://127.0.0.1:{silent.getsockname()[1]}/slow")
+        asked = asking("image_url", f"http://127.0.0.1:{silent.getsockname()[1]}/slow")
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
                 f"{proxy.root}/v1/chat/completions", timeout=httpx.Timeout(10, read=0.5),
-                json={"model": "fake", "messages": messages, "stream": is_stream},
+                json={"model": "fake", "messages": asked, "stream": is_stream},
             )  # fmt: skip
         assert over.wait(5), "the proxy goes on fetching for nobody"  # its own bound is 15 s
         holder.join(10)

@@ -20,6 +20,7 @@ from PIL import Image
 from tests.kit.fake_backend import RATE_HZ, SAMPLES, FakeBackend, sine
 from tests.kit.proxy_server import RunningProxy
 from triton_omni.backends.core.generate import ImageParams
+from triton_omni.backends.core.outputs import Candidate, FunctionCall, TextPiece, TokenLogprob
 from triton_omni.openai.endpoints.image_request import as_base64
 from triton_omni.openai.http.calls import PieceStream
 from triton_omni.openai.media import audio as coding
@@ -161,8 +162,8 @@ def test_usage_counts_spoken_tokens(sdk: openai.OpenAI, backend: FakeBackend) ->
 
 
 def test_logprobs(sdk: openai.OpenAI, backend: FakeBackend) -> None:
-    top = [{"token_id": 1, "token": "é", "logprob": -0.1}, {"token_id": 2, "token": "b", "logprob": -3.0}]
-    backend.meta = {"logprobs": [{**top[0], "top": top}]}
+    top = (Candidate(1, "é", -0.1), Candidate(2, "b", -3.0))
+    backend.extra = TextPiece(logprobs=(TokenLogprob(1, "é", -0.1, top),))
     content = complete(sdk, max_tokens=2, logprobs=True, top_logprobs=1).choices[0].logprobs.content
     assert [c.token for c in content] == ["é", "é"]
     assert content[0].bytes == [0xC3, 0xA9] and content[0].logprob == -0.1
@@ -597,11 +598,11 @@ def picture_of(url: str) -> io.BytesIO:
 DOT = "data:image/png;base64," + as_base64(np.zeros((1, 1, 3), np.uint8))
 
 
-CALLS = [{"id": f"call_{i}", "name": "f", "arguments": f'{{"x": {i}}}'} for i in range(2)]
+CALLS = tuple(FunctionCall(f"call_{i}", "f", f'{{"x": {i}}}') for i in range(2))
 
 
 def test_function_calls_at_once_and_their_answers_sent_back(sdk: openai.OpenAI, backend: FakeBackend) -> None:
-    backend.meta, backend.reason = {"tool_calls": CALLS}, "tool_calls"
+    backend.extra, backend.reason = TextPiece(tool_calls=CALLS), "tool_calls"
     choice: Any = {"type": "function", "function": {"name": "f"}}
     answer = complete(sdk, max_tokens=1, tools=TOOLS, tool_choice=choice).choices[0]
     assert answer.finish_reason == "tool_calls"
@@ -623,7 +624,7 @@ def test_function_calls_at_once_and_their_answers_sent_back(sdk: openai.OpenAI, 
 
 
 def test_function_calls_streamed_through_the_sdks_helper(sdk: openai.OpenAI, backend: FakeBackend) -> None:
-    backend.meta, backend.reason = {"tool_calls": CALLS}, "tool_calls"
+    backend.extra, backend.reason = TextPiece(tool_calls=CALLS), "tool_calls"
     with sdk.chat.completions.stream(model="fake", messages=USER, max_tokens=1, tools=TOOLS) as stream:
         done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
         choice = stream.get_final_completion().choices[0]

@@ -85,7 +85,7 @@ def test_first_chunk_is_small_and_leaves_as_soon_as_its_context_is_there() -> No
     assert codec.feed(run, drive.codes_chunk(frames(1)), last=False)
     (event,) = codec.step()
     assert isinstance(event, EngineOutput) and event.tensors[0].spec.shape == (10 * HOP,)
-    assert event.meta == {"sample_rate": 8000}
+    assert event.piece.sample_rate == 8000
     assert not codec.has_work
     assert codec.feed(run, drive.codes_chunk(frames(25)), last=False)
     (event,) = codec.step()

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -30,6 +32,16 @@ def test_a_run_folder_is_private_and_the_servers_own(tmp_path):
     assert path.is_relative_to(tmp_path)
     assert path.name == f"{os.getpid()}-{paths.start_time(os.getpid())}"
     assert paths.run_dir(1) != path
+
+
+def test_a_stopped_process_is_told_from_a_running_and_a_dead_one():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert not paths.is_stopped(child.pid)
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        assert paths.is_stopped(child.pid)
+        child.kill()
+    assert not paths.is_stopped(child.pid) and not paths.is_stopped(0)
 
 
 def test_a_given_run_folder_is_used_if_it_is_private(monkeypatch, tmp_path):

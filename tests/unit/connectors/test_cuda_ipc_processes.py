@@ -91,7 +91,7 @@ def send_and_read_back(end, cuda, count):
     end.send(b"all sent")
     back = [take_chunk(end) for _ in range(count)]
     values = [set(bytes(chunk.tensors[0].data)) for chunk in back]
-    devices = [chunk.meta["device"] for chunk in back]
+    devices = [chunk.piece.text for chunk in back]
     for chunk in back:
         end.release(chunk)
     return values, devices
@@ -138,7 +138,7 @@ def test_a_tensor_larger_than_the_slab_goes_through_the_host(cuda):
         for i, nbytes in enumerate(send_nbytes):
             chunk = take_chunk(end)
             assert bytes(chunk.tensors[0].data) == bytes([i + 1]) * nbytes
-            assert chunk.meta["device"] == ("cuda:0" if i == 2 else "cpu")
+            assert chunk.piece.text == ("cuda:0" if i == 2 else "cpu")
             end.release(chunk)
 
 

@@ -37,7 +37,7 @@ def wire():
 
 def chunk_packet(**change):
     fields = {
-        "slot": 0, "run": RUN, "edge": "e", "index": 0, "last": False, "meta": {},
+        "slot": 0, "run": RUN, "edge": "e", "index": 0, "last": False, "piece": None,
         "tensors": [(("x", "uint8", (4,)), "cpu", 0)], "location": shm.INLINE, "offset": 0, "nbytes": 4,
         "device_offset": -1,
     } | change  # fmt: skip
@@ -70,6 +70,8 @@ BAD_PACKETS = {
     "tensor of huge size": chunk_packet(tensors=[(("x", "float64", (2**60, 2**60)), "cpu", 0)]),
     "unknown dtype": chunk_packet(tensors=[(("x", "object", (1,)), "cpu", 0)]),
     "GPU tensor for a host": chunk_packet(tensors=[(("x", "uint8", (1,)), "cuda:0", 0)], device_offset=0),
+    "a piece of no kind": chunk_packet(piece={"type": "smell"}),
+    "a piece with a field of another type": chunk_packet(piece={"type": "text", "text": 5}),
     "too long": shm.MESSAGE + bytes(PACKET_BYTES + 8),
     "empty": b"",
 }

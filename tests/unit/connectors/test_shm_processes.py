@@ -16,6 +16,7 @@ from triton_omni.backends.connectors.base import PeerLost
 from triton_omni.backends.connectors.link import Link
 from triton_omni.backends.connectors.shm import ShmConnector
 from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.outputs import TextPiece
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,9 +46,11 @@ def test_another_process_sends_everything_back():
     with peer("echo") as (end, process):
         for index, nbytes in enumerate((0, 10, 8_193, 1 << 20, 40 << 20)):
             data = pattern(nbytes)
-            assert end.put(Chunk(b"r" * 16, "e", index, nbytes > 1 << 20, (Tensor.of("x", data),), {"i": index}))
+            assert end.put(
+                Chunk(b"r" * 16, "e", index, nbytes > 1 << 20, (Tensor.of("x", data),), TextPiece(str(index)))
+            )
             back = take_chunk(end)
-            assert (back.index, back.meta) == (index, {"i": index})
+            assert (back.index, back.piece) == (index, TextPiece(str(index)))
             assert bytes(back.tensors[0].data) == data.tobytes()
             end.release(back)
         end.send(bytes(1 << 20))

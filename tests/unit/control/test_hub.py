@@ -31,6 +31,7 @@ from triton_omni.backends.control.messages import (
 from triton_omni.backends.core.chunk import Chunk, Tensor
 
 RUN = b"r" * 16
+HANGS_S = 60.0
 
 
 @pytest.fixture
@@ -306,10 +307,10 @@ def test_a_wake_during_a_wake_up_is_not_lost(make, monkeypatch):
     timer = threading.Timer(0.05, hub.post, ("later",))
     timer.start()
     started = time.monotonic()
-    got = hub.poll(10.0)
+    got = hub.poll(HANGS_S)
     timer.join()
     assert got == [(None, "later")]
-    assert time.monotonic() - started < 5, "poll slept through the post"
+    assert time.monotonic() - started < HANGS_S, "poll slept through the post"
 
 
 def test_wake_alone_makes_poll_return(make):
@@ -317,8 +318,8 @@ def test_wake_alone_makes_poll_return(make):
     hub.wake()
     hub.wake()
     started = time.monotonic()
-    assert hub.poll(10.0) == []
-    assert time.monotonic() - started < 5
+    assert hub.poll(HANGS_S) == []
+    assert time.monotonic() - started < HANGS_S
     assert hub.poll(0.0) == []
 
 

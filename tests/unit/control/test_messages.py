@@ -41,7 +41,7 @@ FULL = (
     ReleaseMessage(RUN),
     ReceivedMessage(RUN),
     AcceptedMessage(RUN, "/w.sock"),
-    ProgressMessage(RUN, {"step": 7, "nested": {"list": [1, None, "x"]}}),
+    ProgressMessage(RUN, 7, 50),
     FinishedMessage(RUN, "length", {"tokens": 3.0}),
     FailedMessage(RUN, ErrorInfo("stage_failed", "boom", "wave"), True),
     PingMessage("me", "failed", 2, "why", {"steps": 1.0}),
@@ -49,7 +49,7 @@ FULL = (
 BARE = (
     OpenMessage(RUN, "", b""),
     AcceptedMessage(RUN),
-    ProgressMessage(RUN),
+    ProgressMessage(RUN, 1),
     FinishedMessage(RUN, ""),
     FailedMessage(RUN, ErrorInfo("", "")),
     PingMessage(),

@@ -1,42 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every request a diffusion stage refuses before anything is computed, with the field it names."""
+"""Image parameters: refusals before anything is computed, defaults, and engine options."""
 
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from tests.kit.orchestrator_harness import scene
+from triton_omni.backends.config.load import load_deploy
+from triton_omni.backends.config.schema import OrchestratorDeploy, from_parameters
 from triton_omni.backends.core.engine import OptionsError
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, ImageParams, Message, Part, Sampling
 from triton_omni.backends.core.pipeline import Pipeline
-from triton_omni.backends.diffusion.image_params import read_wish
-from triton_omni.backends.diffusion.options import Defaults, Limits, read_options
+from triton_omni.backends.diffusion.image_params import resolve
+from triton_omni.backends.diffusion.options import ImageDefaults, ImageLimits, read_options
+from triton_omni.backends.orchestrator.check import check_request
 from triton_omni.backends.pipelines.image.pipeline import PIPELINE
 from triton_omni.backends.pipelines.qwen_image.pipeline import PIPELINE as QWEN_IMAGE
 from triton_omni.backends.pipelines.qwen_image_edit.pipeline import PIPELINE as EDITS
+from triton_omni.backends.repository import deploy_files, repository_files
 
 STAGE = "denoiser"
-SMALL = Limits(max_pixels=1024 * 1024, max_total_pixels=2 * 1024 * 1024)
+SMALL = ImageLimits(max_pixels=1024 * 1024, max_total_pixels=2 * 1024 * 1024)
 
 
 def request(prompt: str = "a red 7", sampling: Sampling | None = None, **options: Any) -> GenerateRequest:
     return GenerateRequest(operation="image", input=prompt, stages={STAGE: options}, sampling=sampling or Sampling())
 
 
-def refusal(given: GenerateRequest, limits: Limits = SMALL) -> BadRequest:
+def check(pipeline: Pipeline, checked: GenerateRequest, **limits: int) -> None:
+    """What the orchestrator does before admission, with these limits of a deploy file."""
+    check_request(pipeline, checked, dict.fromkeys(checked.media(), 10_000), {STAGE: {"limits": limits}})
+
+
+def refusal(refused: GenerateRequest, limits: ImageLimits = SMALL) -> BadRequest:
     with pytest.raises(BadRequest) as caught:
-        read_wish(given, STAGE, limits, Defaults())
+        resolve(refused, STAGE, limits, ImageDefaults())
     return caught.value
 
 
 @pytest.mark.parametrize(
-    ("options", "field", "says"),
+    ("options", "field", "message"),
     [
         ({"width": 60, "height": 70}, "width", "nearest are 48 and 64"),
         ({"width": 64, "height": 70}, "height", "nearest are 64 and 80"),
@@ -44,7 +56,7 @@ def refusal(given: GenerateRequest, limits: Limits = SMALL) -> BadRequest:
         ({"height": 0}, "height", "from 32"),
         ({"width": -64}, "width", "from 32"),
         ({"width": 4112}, "width", "to 4096"),
-        ({"width": 2048, "height": 2048}, "width", "1048576 pixels"),
+        ({"width": 2048, "height": 2048}, "width", "at most 1048576 pixels"),
         ({"width": "64"}, "width", "Expected `int"),
         ({"width": 64.0}, "width", "Expected `int"),
         ({"width": True}, "width", "Expected `int"),
@@ -56,7 +68,7 @@ def refusal(given: GenerateRequest, limits: Limits = SMALL) -> BadRequest:
         ({"n": 0}, "n", "from 1"),
         ({"n": -1}, "n", "from 1"),
         ({"n": 11}, "n", "to 10"),
-        ({"n": 3, "width": 1024, "height": 1024}, "n", "more than 2097152 pixels"),
+        ({"n": 3, "width": 1024, "height": 1024}, "n", "at most 2097152 pixels"),
         ({"partial_images": 4}, "partial_images", "to 3"),
         ({"partial_images": -1}, "partial_images", "from 0"),
         ({"true_cfg_scale": math.nan}, "true_cfg_scale", "nan"),
@@ -71,15 +83,15 @@ def refusal(given: GenerateRequest, limits: Limits = SMALL) -> BadRequest:
         ({"negative_prompt": "x" * 32_001}, "negative_prompt", "32000"),
         ({"num_inference_steps": 4}, "num_inference_steps", "unknown field"),
         ({"step": 4}, "step", "did you mean 'steps'"),
-        ({"cache_backend": "tea_cache"}, "cache_backend", "first-block cache: `step_cache: true`"),
-        ({"step_cache": "teacache"}, "step_cache", "where requests that share steps would meet"),
+        ({"cache_backend": "tea_cache"}, "cache_backend", "state per request: `step_cache: true`"),
+        ({"step_cache": "teacache"}, "step_cache", "which batched requests share"),
         ({"enable_teacache": True}, "enable_teacache", "TeaCache, cache-dit"),
     ],
 )
-def test_an_option_that_cannot_be_served_is_named(options: dict[str, Any], field: str, says: str) -> None:
+def test_refused_option_is_named(options: dict[str, Any], field: str, message: str) -> None:
     error = refusal(request(**options))
     assert error.where == f"stages.{STAGE}.{field}"
-    assert says in error.message
+    assert message in error.message
 
 
 @pytest.mark.parametrize("pipeline", [PIPELINE, QWEN_IMAGE, EDITS], ids=lambda p: p.name)
@@ -105,49 +117,49 @@ def test_an_option_that_cannot_be_served_is_named(options: dict[str, Any], field
         ({"seed": 2**64}, "seed"),
     ],
 )
-def test_the_thin_stub_refuses_it_already(pipeline: Pipeline, options: dict[str, Any], field: str) -> None:
+def test_pipeline_refuses_it_before_admission(pipeline: Pipeline, options: dict[str, Any], field: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        pipeline.check(request(**options))
+        check(pipeline, request(**options))
     assert caught.value.where == f"stages.{STAGE}.{field}"
 
 
 @pytest.mark.parametrize("pipeline", [PIPELINE, QWEN_IMAGE, EDITS], ids=lambda p: p.name)
-def test_the_thin_stub_refuses_an_empty_prompt_and_takes_any_other(pipeline: Pipeline) -> None:
-    with pytest.raises(BadRequest, match="needs a description"):
-        pipeline.check(request(""))
+def test_pipeline_check_refuses_an_empty_prompt_only(pipeline: Pipeline) -> None:
+    with pytest.raises(BadRequest, match="must not be empty"):
+        check(pipeline, request(""))
     for prompt in ("{0} {x}", "七 \U0001f600", "x<|im_end|>"):
-        pipeline.check(request(prompt, true_cfg_scale=4.0))
+        check(pipeline, request(prompt, true_cfg_scale=4.0))
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n"])
-def test_a_picture_needs_a_description(prompt: str) -> None:
+def test_empty_prompt_is_refused(prompt: str) -> None:
     assert refusal(request(prompt)).where == "input"
 
 
-def test_a_description_has_a_length() -> None:
+def test_long_prompt_is_refused_with_its_length() -> None:
     assert "32001" in refusal(request("x" * 32_001)).message
 
 
-def test_seed_of_sampling_counts_and_is_checked_where_it_stands() -> None:
-    assert read_wish(request(sampling=Sampling(seed=7)), STAGE, SMALL, Defaults()).seed == 7
-    assert read_wish(request(sampling=Sampling(seed=7), seed=0), STAGE, SMALL, Defaults()).seed == 0
+def test_sampling_seed_is_the_default_and_errors_name_the_field_of_the_seed() -> None:
+    assert resolve(request(sampling=Sampling(seed=7)), STAGE, SMALL, ImageDefaults()).seed == 7
+    assert resolve(request(sampling=Sampling(seed=7), seed=0), STAGE, SMALL, ImageDefaults()).seed == 0
     assert refusal(request(sampling=Sampling(seed=-7))).where == "sampling.seed"
 
 
-def test_what_is_not_said_comes_from_deploy() -> None:
-    defaults = Defaults(width=64, height=96, steps=12, true_cfg_scale=2.5, negative_prompt=" ")
-    wish = read_wish(request(), STAGE, SMALL, defaults)
-    assert (wish.width, wish.height, wish.steps, wish.true_cfg_scale, wish.n, wish.seed) == (64, 96, 12, 2.5, 1, None)
-    assert wish.has_guidance
-    assert not read_wish(request(true_cfg_scale=1.0), STAGE, SMALL, defaults).has_guidance
+def test_missing_values_come_from_deploy_defaults() -> None:
+    defaults = ImageDefaults(width=64, height=96, steps=12, true_cfg_scale=2.5, negative_prompt=" ")
+    spec = resolve(request(), STAGE, SMALL, defaults)
+    assert (spec.width, spec.height, spec.steps, spec.true_cfg_scale, spec.n, spec.seed) == (64, 96, 12, 2.5, 1, None)
+    assert spec.has_guidance
+    assert not resolve(request(true_cfg_scale=1.0), STAGE, SMALL, defaults).has_guidance
 
 
-def test_guidance_without_a_negative_prompt_is_no_guidance() -> None:
-    assert not read_wish(request(true_cfg_scale=4.0), STAGE, SMALL, Defaults()).has_guidance
-    assert read_wish(request(true_cfg_scale=4.0, negative_prompt=""), STAGE, SMALL, Defaults()).has_guidance
+def test_guidance_needs_a_negative_prompt() -> None:
+    assert not resolve(request(true_cfg_scale=4.0), STAGE, SMALL, ImageDefaults()).has_guidance
+    assert resolve(request(true_cfg_scale=4.0, negative_prompt=""), STAGE, SMALL, ImageDefaults()).has_guidance
 
 
-def test_a_chat_draws_its_last_user_message() -> None:
+def test_chat_prompt_is_the_last_user_message() -> None:
     chat = GenerateRequest(
         messages=(
             Message("user", "a blue 3"),
@@ -156,23 +168,23 @@ def test_a_chat_draws_its_last_user_message() -> None:
         ),
         modalities=("image",),
     )
-    PIPELINE.check(chat)
+    check(PIPELINE, chat)
     assert PIPELINE.wanted(chat) == {"image"}
     assert PIPELINE.needed(chat) == {STAGE}
-    assert read_wish(chat, STAGE, SMALL, Defaults()).prompt == "a red 7"
+    assert resolve(chat, STAGE, SMALL, ImageDefaults()).prompt == "a red 7"
 
 
 @pytest.mark.parametrize(
     "messages",
     [(), (Message("assistant", "x"),), (Message("user", (Part("image", length=12, shape=(2, 2, 3)),)),)],
 )
-def test_a_chat_without_text_to_draw_is_refused(messages: tuple[Message, ...]) -> None:
+def test_chat_without_text_is_refused(messages: tuple[Message, ...]) -> None:
     with pytest.raises(BadRequest) as caught:
-        PIPELINE.check(GenerateRequest(messages=messages))
+        check(PIPELINE, GenerateRequest(messages=messages))
     assert caught.value.where.startswith("messages")
 
 
-PICTURE = Part("image", length=60, shape=(4, 5, 3))
+IMAGE = Part("image", length=60, shape=(4, 5, 3))
 MASK = Part("image", offset=60, length=20, shape=(4, 5))
 
 
@@ -180,49 +192,98 @@ def edit(*parts: Part) -> GenerateRequest:
     return GenerateRequest(operation="edit", messages=(Message("user", (*parts, Part("text", "a fox"))),))
 
 
-def test_an_edit_is_read_from_the_last_user_message() -> None:
-    EDITS.check(edit(PICTURE, MASK))
-    wish = read_wish(edit(PICTURE, PICTURE, MASK), STAGE, SMALL, Defaults(source_pixels=512 * 512))
-    assert (wish.prompt, wish.pictures, wish.mask) == ("a fox", (PICTURE, PICTURE), MASK)
-    assert (wish.width, wish.height) == wish.sources[0] == (576, 448)
-    assert wish.source_tokens == 2 * wish.picture_tokens == 2 * 36 * 28
-    assert read_wish(request(), STAGE, SMALL, Defaults()).source_tokens == 0
+def test_edit_inputs_come_from_the_last_user_message() -> None:
+    check(EDITS, edit(IMAGE, MASK))
+    spec = resolve(edit(IMAGE, IMAGE, MASK), STAGE, SMALL, ImageDefaults(source_pixels=512 * 512))
+    assert (spec.prompt, spec.source_images, spec.mask) == ("a fox", (IMAGE, IMAGE), MASK)
+    assert (spec.width, spec.height) == spec.source_sizes[0] == (576, 448)
+    assert spec.source_tokens == 2 * spec.image_tokens == 2 * 36 * 28
+    assert resolve(request(), STAGE, SMALL, ImageDefaults()).source_tokens == 0
 
 
 @pytest.mark.parametrize(
-    ("parts", "place", "says"),
+    ("parts", "field", "message"),
     [
-        ((), "messages", "needs a picture"),
-        ((MASK, PICTURE), "messages[0].content[0].shape", "follows its picture"),
-        ((PICTURE, Part("image", shape=(5, 4))), "messages[0].content[1].shape", "height and width"),
-        ((PICTURE, MASK, MASK), "messages[0].content[2].shape", "height, width, 3"),
+        ((), "messages", "needs an image"),
+        ((MASK, IMAGE), "messages[0].content[0].shape", "must follow its image"),
+        ((IMAGE, Part("image", shape=(5, 4))), "messages[0].content[1].shape", "height and width"),
+        ((IMAGE, MASK, MASK), "messages[0].content[2].shape", "height, width, 3"),
         ((Part("image", shape=(0, 5, 3)),), "messages[0].content[0].shape", "height, width, 3"),
         ((Part("image", shape=(1, 9, 3)),), "messages[0].content[0].shape", "8 times"),
-        ((PICTURE, Part("audio", length=3, sample_rate=16000)), "messages[0].content[1]", "not from audio"),
-        ((PICTURE,) * 17, "messages[0].content[16]", "takes 16 at a time"),
+        ((IMAGE, Part("audio", length=3, sample_rate=16000)), "messages[0].content[1]", "not audio"),
+        ((IMAGE,) * 17, "messages[0].content[16]", "takes at most 16 image"),
     ],
 )
-def test_what_is_no_edit_is_refused_before_any_stage_works(parts: tuple[Part, ...], place: str, says: str) -> None:
-    with pytest.raises(BadRequest, match=says) as caught:
-        EDITS.check(edit(*parts))
-    assert caught.value.where == place
+def test_invalid_edit_is_refused_by_the_pipeline(parts: tuple[Part, ...], field: str, message: str) -> None:
+    with pytest.raises(BadRequest, match=message) as caught:
+        check(EDITS, edit(*parts), max_source_images=16)
+    assert caught.value.where == field
 
 
-def test_a_pipeline_that_only_draws_edits_nothing() -> None:
+def test_text_to_image_pipeline_has_no_edit_operation() -> None:
     with pytest.raises(BadRequest) as caught:
-        PIPELINE.operation(edit(PICTURE))
+        PIPELINE.operation(edit(IMAGE))
     assert caught.value.where == "operation"
 
 
-def test_the_pipeline_refuses_before_any_stage_works() -> None:
-    PIPELINE.check(request("{0} {x} 七 \U0001f600", width=64, height=64, steps=2))
+def test_pipeline_check_names_unknown_stages() -> None:
+    check(PIPELINE, request("{0} {x} 七 \U0001f600", width=64, height=64, steps=2))
     with pytest.raises(BadRequest, match="multiple of 16"):
-        PIPELINE.check(request(width=70))
+        check(PIPELINE, request(width=70))
     with pytest.raises(BadRequest, match="unknown stage 'denoise'"):
-        PIPELINE.check(GenerateRequest(operation="image", input="x", stages={"denoise": {}}))
+        check(PIPELINE, GenerateRequest(operation="image", input="x", stages={"denoise": {}}))
 
 
-def test_an_unknown_deploy_key_is_named_with_the_nearest() -> None:
+MUCH = {"steps": 200, "negative_prompt": "", "true_cfg_scale": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "image", "field"),
+    [
+        (PIPELINE, {"width": 1040, "height": 1024}, "image.width"),
+        (PIPELINE, {"n": 3, "width": 1024, "height": 1024}, "image.n"),
+        (PIPELINE, {"n": 2, "width": 1024, "height": 512, **MUCH}, "image.steps"),
+        (PIPELINE, {"steps": 201}, "image.steps"),
+        (QWEN_IMAGE, {"width": 2048, "height": 2048}, "image.width"),
+        (QWEN_IMAGE, {"n": 7, "width": 1328, "height": 1328}, "image.n"),
+        (QWEN_IMAGE, {"n": 2, "width": 1328, "height": 1328, **MUCH}, "image.steps"),
+        (EDITS, {"partial_images": 4}, "image.partial_images"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_limits_of_the_deploy_file_apply_before_admission(
+    pipeline: Pipeline, image: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    """The orchestrator gets the options from its own config.pbtxt; a running request holds the only place."""
+    (file,) = deploy_files(pipeline.name)
+    (stage,) = load_deploy(file, pipeline).stages.values()
+    config = repository_files(pipeline, load_deploy(file, pipeline))[f"{pipeline.name}/config.pbtxt"]
+    (written,) = re.findall(r'key: "engine.denoiser" value: { string_value: "(.*)" }', config)
+    engine = from_parameters({"engine.denoiser": written.replace('\\"', '"')}, OrchestratorDeploy, "").engine
+    assert engine == {STAGE: stage.engine}
+    with scene(tmp_path, pipeline, max_live=1, engine=engine) as s:
+        running, waiting = s.ask(request()), s.ask(request())
+        refused = s.ask(GenerateRequest(operation="image", input="a red 7", image=ImageParams(**image)))
+        assert isinstance(refused.failed, BadRequest)
+        assert refused.failed.where == field
+        assert not running.over
+        assert not waiting.over
+
+
+def test_work_of_a_request_counts_images_sources_steps_and_guidance() -> None:
+    defaults = ImageDefaults(width=64, height=64, source_pixels=128 * 128)
+    limits = ImageLimits(max_pixel_steps=2 * 64 * 64 * 10)
+    assert resolve(request(n=2, steps=10), STAGE, limits, defaults).pixel_steps == 2 * 64 * 64 * 10
+    for more in ({"n": 3, "steps": 10}, {"n": 2, "steps": 11}, {"n": 2, "steps": 10, "negative_prompt": ""}):
+        with pytest.raises(BadRequest, match="must be at most 81920 ") as caught:
+            resolve(request(**more), STAGE, limits, defaults)
+        assert caught.value.where == f"stages.{STAGE}.steps"
+    square = Part("image", length=12, shape=(2, 2, 3))
+    whole = msgspec.structs.replace(edit(square), image=ImageParams(steps=3))
+    assert resolve(whole, STAGE, SMALL, defaults).pixel_steps == 2 * 128 * 128 * 3
+
+
+def test_unknown_engine_option_is_named_with_the_nearest_key() -> None:
     with pytest.raises(OptionsError, match=r"'denoiser'.*max_batch_token.*did you mean 'max_batch_tokens'"):
         read_options({"model": "x", "max_batch_token": 3}, STAGE)
     with pytest.raises(OptionsError, match="max_steps"):
@@ -230,29 +291,33 @@ def test_an_unknown_deploy_key_is_named_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"compile": True}, "compile: .*`batching: pad`"),
         ({"offload": "model"}, "offload: model"),
         ({"offload": "gpu"}, "offload"),
         ({"step_cache_threshold": 0.1, "batching": "seq"}, "step_cache_threshold: .*packed"),
-        ({"step_cache_threshold": 0.1, "offload": "sequential"}, "step_cache_threshold: not with offload"),
+        ({"step_cache_threshold": 0.1, "offload": "sequential"}, "step_cache_threshold: not supported with offload"),
         ({"step_cache_threshold": 2}, "step_cache_threshold"),
         ({"step_cache": "teacache"}, "step_cache: TeaCache, cache-dit.*`step_cache_threshold"),
-        ({"cache_backend": "cache_dit", "cache_config": {}}, "cache_backend: .*requests that share steps would meet"),
+        ({"cache_backend": "cache_dit", "cache_config": {}}, "cache_backend: .*which batched requests share"),
         ({"step_cache_treshold": 0.1}, "did you mean 'step_cache_threshold'"),
         ({"defaults": {"lora": "ink"}}, "loras has no 'ink'"),
         ({"limits": {"max_pixels": 4096}}, "defaults.width"),
         ({"limits": {"max_pixels": 1 << 21, "max_total_pixels": 4096}}, "max_total_pixels"),
         ({"limits": {"max_steps": 20}}, "defaults.steps"),
+        (
+            {"limits": {"max_pixel_steps": 100_000_000}},
+            "defaults.width, height, steps: more than limits.max_pixel_steps",
+        ),
     ],
 )
-def test_deploy_values_that_contradict_one_another_are_named(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(OptionsError, match=says):
+def test_conflicting_engine_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
         read_options({"model": "x", **options}, STAGE)
 
 
-def test_the_pipeline_loads_without_torch() -> None:
+def test_pipeline_loads_without_torch() -> None:
     code = (
         "import sys; import triton_omni.backends.pipelines.image.pipeline; "
         "import triton_omni.backends.pipelines.qwen_image.pipeline; "
@@ -262,13 +327,13 @@ def test_the_pipeline_loads_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def test_stage_options_override_the_typed_parameters_and_errors_name_where_a_value_came_from():
+def test_stage_options_override_typed_parameters_and_errors_name_the_origin_of_a_value():
     params = ImageParams(width=64, steps=4)
     request = GenerateRequest(operation="image", input="x", image=params, stages={STAGE: {"steps": 6}})
-    read = read_wish(request, STAGE, Limits(), Defaults())
+    read = resolve(request, STAGE, ImageLimits(), ImageDefaults())
     assert (read.width, read.steps) == (64, 6)
     with pytest.raises(BadRequest) as typed:
-        read_wish(msgspec.structs.replace(request, image=ImageParams(width=7)), STAGE, Limits(), Defaults())
+        resolve(msgspec.structs.replace(request, image=ImageParams(width=7)), STAGE, ImageLimits(), ImageDefaults())
     with pytest.raises(BadRequest) as by_name:
-        read_wish(msgspec.structs.replace(request, stages={STAGE: {"width": 7}}), STAGE, Limits(), Defaults())
+        resolve(msgspec.structs.replace(request, stages={STAGE: {"width": 7}}), STAGE, ImageLimits(), ImageDefaults())
     assert (typed.value.where, by_name.value.where) == ("image.width", f"stages.{STAGE}.width")

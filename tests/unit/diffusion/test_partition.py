@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps shared by ranks: who gets what, how it travels, what breaks off, and deploy values that contradict."""
+"""Parallel forwards: partition, messages, failures between ranks, and conflicting deploy values."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from triton_omni.backends.diffusion.options import read_options
 torch = pytest.importorskip("torch")
 
 from triton_omni.backends.diffusion.forward import Prediction  # noqa: E402 - torch
-from triton_omni.backends.diffusion.parallel import partition as shares  # noqa: E402 - torch
-from triton_omni.backends.diffusion.parallel.forward import Spread  # noqa: E402 - torch
+from triton_omni.backends.diffusion.parallel import partition as parallel  # noqa: E402 - torch
+from triton_omni.backends.diffusion.parallel.forward import ParallelForward  # noqa: E402 - torch
 
 Grids = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(eq=False)
-class Drawn:
-    """Pictures with numbers of their own."""
+class FakeInput:
+    """A forward input with random tensors."""
 
     n: int
     grids: Grids
@@ -39,29 +39,29 @@ class Drawn:
     def branches(self) -> tuple[Any, ...]:
         return self.features
 
-    def time(self) -> Any:
+    def timestep(self) -> Any:
         return self.moment
 
-    def seen(self) -> Any:
+    def model_input(self) -> Any:
         return self.latents
 
 
-def drawings() -> list[Drawn]:
+def make_inputs() -> list[FakeInput]:
     return [
-        Drawn(2, ((1, 2, 3),), (5, 2)),
-        Drawn(1, ((1, 4, 4),), (3,)),
-        Drawn(3, ((1, 2, 2), (1, 1, 2), (1, 2, 1)), (4, 4)),
+        FakeInput(2, ((1, 2, 3),), (5, 2)),
+        FakeInput(1, ((1, 4, 4),), (3,)),
+        FakeInput(3, ((1, 2, 2), (1, 1, 2), (1, 2, 1)), (4, 4)),
     ]
 
 
-@pytest.mark.parametrize("by_picture", [True, False])
-def test_parts_are_put_together_again_in_any_order(by_picture: bool) -> None:
-    drawn = drawings()
-    parts = shares.parts_of(drawn, by_picture)
-    assert len(parts) == (11 if by_picture else 5)
-    found = [(p, p.seen() + p.branches()[0].sum()) for p in parts]
-    random.Random(1).shuffle(found)
-    for one, prediction in zip(drawn, shares.together(found, drawn), strict=True):
+@pytest.mark.parametrize("by_image", [True, False])
+def test_results_are_gathered_from_parts_in_any_order(by_image: bool) -> None:
+    inputs = make_inputs()
+    parts = parallel.parts_of(inputs, by_image)
+    assert len(parts) == (11 if by_image else 5)
+    results = [(p, p.model_input() + p.branches()[0].sum()) for p in parts]
+    random.Random(1).shuffle(results)
+    for one, prediction in zip(inputs, parallel.gather(results, inputs), strict=True):
         assert torch.equal(prediction.positive, one.latents + one.features[0].sum())
         if len(one.features) == 1:
             assert prediction.negative is None
@@ -69,10 +69,10 @@ def test_parts_are_put_together_again_in_any_order(by_picture: bool) -> None:
             assert torch.equal(prediction.negative, one.latents + one.features[1].sum())
 
 
-def test_the_two_branches_of_a_picture_go_to_two_ranks() -> None:
-    parts = shares.parts_of([Drawn(1, ((1, 4, 4),), (9, 2))], by_picture=True)
+def test_two_branches_of_an_image_go_to_two_ranks() -> None:
+    parts = parallel.parts_of([FakeInput(1, ((1, 4, 4),), (9, 2))], by_image=True)
     assert [part.tokens for part in parts] == [25, 18]
-    assert sorted(shares.deal([part.tokens for part in parts], 2)) == [0, 1]
+    assert sorted(parallel.partition([part.tokens for part in parts], 2)) == [0, 1]
 
 
 def test_no_rank_has_more_than_another_by_more_than_one_part() -> None:
@@ -81,118 +81,118 @@ def test_no_rank_has_more_than_another_by_more_than_one_part() -> None:
         tokens = [rng.randint(1, 4000) for _ in range(rng.randint(1, 30))]
         ranks = rng.randint(2, 8)
         held = [0] * ranks
-        for rank, count in zip(shares.deal(tokens, ranks), tokens, strict=True):
+        for rank, count in zip(parallel.partition(tokens, ranks), tokens, strict=True):
             held[rank] += count
         assert max(held) - min(held) <= max(tokens)
 
 
-def test_what_is_packed_is_unpacked_bit_for_bit_and_texts_travel_once() -> None:
-    parts = shares.parts_of(drawings(), by_picture=True)
-    copies = [shares.Copy(shares.Outline.of(part)) for part in parts]
+def test_unpack_restores_packed_parts_bit_for_bit_and_text_is_sent_once() -> None:
+    parts = parallel.parts_of(make_inputs(), by_image=True)
+    remote_parts = [parallel.RemotePart(parallel.PartShape.of(part)) for part in parts]
     for with_text in (True, False):
         for part in parts:
-            part.drawing.latents += 1  # pyright: ignore[reportAttributeAccessIssue]
-        numbers = shares.pack(parts, with_text, torch.float32)
-        shares.unpack(numbers, copies, with_text)
-        for part, copy in zip(parts, copies, strict=True):
-            assert (copy.n, copy.grids) == (part.n, part.grids)
-            assert torch.equal(copy.seen(), part.seen())
-            assert torch.equal(copy.time(), part.time())
-            assert torch.equal(copy.branches()[0], part.branches()[0])
+            part.source.latents += 1  # pyright: ignore[reportAttributeAccessIssue]
+        values = parallel.pack(parts, with_text, torch.float32)
+        parallel.unpack(values, remote_parts, with_text)
+        for part, remote in zip(parts, remote_parts, strict=True):
+            assert (remote.n, remote.grids) == (part.n, part.grids)
+            assert torch.equal(remote.model_input(), part.model_input())
+            assert torch.equal(remote.timestep(), part.timestep())
+            assert torch.equal(remote.branches()[0], part.branches()[0])
 
 
 @pytest.mark.parametrize("change", [-3, 3])
-def test_numbers_that_are_not_the_parts_are_refused(change: int) -> None:
-    parts = shares.parts_of(drawings(), by_picture=True)
-    copies = [shares.Copy(shares.Outline.of(part)) for part in parts]
-    numbers = shares.pack(parts, True, torch.float32)
-    wrong = numbers[:change] if change < 0 else torch.cat([numbers, numbers[:change]])
+def test_values_that_do_not_match_the_parts_are_refused(change: int) -> None:
+    parts = parallel.parts_of(make_inputs(), by_image=True)
+    remote_parts = [parallel.RemotePart(parallel.PartShape.of(part)) for part in parts]
+    values = parallel.pack(parts, True, torch.float32)
+    wrong = values[:change] if change < 0 else torch.cat([values, values[:change]])
     with pytest.raises((ValueError, RuntimeError)):
-        shares.unpack(wrong, copies, with_text=True)
+        parallel.unpack(wrong, remote_parts, with_text=True)
 
 
-# --- what breaks off -------------------------------------------------------------------------------------------
-class Own:
-    """A forward of this rank that finds nothing but zeros."""
+# --- failures ------------------------------------------------------------------------------------------------
+class FakeOwnForward:
+    """The forward of this rank; returns its input."""
 
-    def predict(self, drawings: Any) -> list[Prediction]:
-        return [Prediction(d.seen(), None) for d in drawings]
+    def predict(self, inputs: Any) -> list[Prediction]:
+        return [Prediction(source.model_input(), None) for source in inputs]
 
     def forget(self) -> None: ...
 
 
-class Others:
-    """Two followers that have the same answer to everything."""
+class FakeRanks:
+    """Two other ranks that send the same reply to every request."""
 
     count = 3
 
-    def __init__(self, answer: shares.Answer) -> None:
-        self._answer = answer
-        self.asked: list[int] = []
+    def __init__(self, reply: parallel.ForwardReply) -> None:
+        self._reply = reply
+        self.requested: list[int] = []
 
-    def ask(self, rank: int, ask: shares.Ask, numbers: Any) -> None:
-        self.asked.append(rank)
+    def request(self, rank: int, request: parallel.ForwardRequest, values: Any) -> None:
+        self.requested.append(rank)
 
-    def answer(self, rank: int, deadline_s: float) -> shares.Answer:
-        return self._answer
+    def reply(self, rank: int, deadline_s: float) -> parallel.ForwardReply:
+        return self._reply
 
-    def take(self, rank: int, numbers: Any) -> None: ...
-    def sent(self, rank: int, work: Any) -> None: ...
-
-
-def spread(others: Others) -> Spread:
-    return Spread(Own(), others, read_options({"model": "x", "parallel": {"cfg": 3}}, "denoiser"))  # pyright: ignore[reportArgumentType]
+    def receive(self, rank: int, values: Any) -> None: ...
+    def finish_send(self, rank: int, work: Any) -> None: ...
 
 
-def test_a_step_that_breaks_off_between_ranks_ends_the_worker_and_not_one_request() -> None:
-    others = Others(shares.Answer("", 1 << 50))  # so many channels that there is no memory to take them
+def parallel_forward(others: FakeRanks) -> ParallelForward:
+    return ParallelForward(FakeOwnForward(), others, read_options({"model": "x", "parallel": {"cfg": 3}}, "denoiser"))  # pyright: ignore[reportArgumentType]
+
+
+def test_step_that_breaks_off_between_ranks_ends_the_worker() -> None:
+    others = FakeRanks(parallel.ForwardReply("", 1 << 50))  # too many channels to allocate
     with pytest.raises(StageFailed, match="broke off between the ranks"):
-        spread(others).predict(drawings())
+        parallel_forward(others).predict(make_inputs())
 
 
-def test_what_cannot_be_sent_fails_before_anybody_is_asked() -> None:
-    others = Others(shares.Answer("", 4))
-    drawn = drawings()
-    drawn[0].moment = torch.rand(2)  # of its parts no rank but the first can be told the time
+def test_inputs_that_cannot_be_packed_fail_before_any_request() -> None:
+    others = FakeRanks(parallel.ForwardReply("", 4))
+    inputs = make_inputs()
+    inputs[0].moment = torch.rand(2)  # the timestep must be a scalar
     with pytest.raises(RuntimeError):
-        spread(others).predict(drawn)
-    assert not others.asked
+        parallel_forward(others).predict(inputs)
+    assert not others.requested
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "message"),
     [
-        ({"parallel": {"cfg": 2, "context": 2}, "batching": "seq"}, "parallel: either"),
+        ({"parallel": {"cfg": 2, "context": 2}, "batching": "seq"}, "parallel: set either"),
         ({"parallel": {"context": 2}}, r"parallel\.context: .*seq"),
         ({"parallel": {"context": 2}, "batching": "pad"}, r"parallel\.context: .*seq"),
         ({"parallel": {"cfg": 2, "kind": "ring"}}, r"parallel\.kind: ring"),
         ({"parallel": {"context": 2, "kind": "ring"}, "batching": "seq"}, r"parallel\.kind: .*bfloat16"),
-        ({"parallel": {"cfg": 2}, "loras": {"ink": "ink"}}, "loras: not with parallel"),
-        ({"parallel": {"cfg": 2}, "step_cache_threshold": 0.1}, "step_cache_threshold: not with parallel"),
-        ({"parallel": {"cfg": 2}, "compile": True, "batching": "seq"}, "compile: not with parallel"),
-        ({"parallel": {"cfg": 2}, "offload": "sequential"}, "offload: not with parallel"),
+        ({"parallel": {"cfg": 2}, "loras": {"ink": "ink"}}, "loras: not supported with parallel"),
+        ({"parallel": {"cfg": 2}, "step_cache_threshold": 0.1}, "step_cache_threshold: not supported with parallel"),
+        ({"parallel": {"cfg": 2}, "compile": True, "batching": "seq"}, "compile: not supported with parallel"),
+        ({"parallel": {"cfg": 2}, "offload": "sequential"}, "offload: not supported with parallel"),
         ({"parallel": {"cfg": 0}}, r"parallel\.cfg"),
         ({"parallel": {"ranks": 2}}, "parallel"),
         ({"parallel": {"contxt": 2}}, "did you mean 'context'"),
         ({"parallel": {"answer_s": 0}}, r"parallel\.answer_s"),
     ],
 )
-def test_contradictions_are_load_errors_that_name_the_key(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(OptionsError, match=says):
-        read_options({"model": "x", **given}, "denoiser")
+def test_conflicting_options_are_load_errors_that_name_the_key(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        read_options({"model": "x", **options}, "denoiser")
 
 
-def test_ranks_are_one_unless_said() -> None:
+def test_default_is_one_rank() -> None:
     assert read_options({"model": "x"}, "denoiser").parallel.ranks == 1
     assert read_options({"model": "x", "parallel": {"cfg": 3}}, "denoiser").parallel.ranks == 3
 
 
 @pytest.mark.parametrize(("parallel", "gpus"), [({"cfg": 3}, 2), ({"context": 2}, 1), ({}, 2)])
-def test_another_number_of_gpus_than_of_ranks_is_a_load_error(parallel: dict[str, int], gpus: int) -> None:
+def test_number_of_gpus_other_than_ranks_is_a_load_error(parallel: dict[str, int], gpus: int) -> None:
     from triton_omni.backends.diffusion.parallel.ranks import check_gpus
 
     options = read_options({"model": "x", "batching": "seq", "parallel": parallel}, "denoiser")
-    with pytest.raises(OptionsError, match=rf"stage 'denoiser': parallel .* rank.*{gpus} GPU.*gpus_per_instance"):
+    with pytest.raises(OptionsError, match=rf"stage 'denoiser': parallel needs .*{gpus} GPU.*gpus_per_instance"):
         check_gpus(options.parallel, gpus, "denoiser")
     check_gpus(options.parallel, options.parallel.ranks, "denoiser")
     check_gpus(options.parallel, 0, "denoiser")

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.kit.orchestrator_harness import ScriptedStage, chat, scene, sound
 from triton_omni.backends.control import messages as msg
-from triton_omni.backends.core.chunk import TensorSpec
-from triton_omni.backends.core.errors import BadRequest, Internal, StageFailed, TooBusy, Unavailable
+from triton_omni.backends.core.chunk import Tensor, TensorSpec
+from triton_omni.backends.core.errors import BadRequest, DeadlineExceeded, Internal, StageFailed, TooBusy, Unavailable
 from triton_omni.backends.core.generate import (
     Deadlines,
     GenerateRequest,
@@ -21,8 +22,12 @@ from triton_omni.backends.core.generate import (
     TranscriptionParams,
 )
 from triton_omni.backends.core.ids import RUN_ID_BYTES
+from triton_omni.backends.core.outputs import AudioPiece, ImagePiece, TextPiece
+from triton_omni.backends.core.pipeline import Operation, Output
 from triton_omni.backends.orchestrator.driver import STOP_GRACE_S
+from triton_omni.backends.orchestrator.output_window import RESPONSE_BYTES
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
+from triton_omni.backends.wire import Progress, StageStatus, text_of
 
 ORDER = ("wave", "frames", "tokens")  # consumers first
 
@@ -71,11 +76,11 @@ def test_a_whole_life(play):
     assert opened[1].consumers["wave"] == s.stages["wave"].hub.address
     assert [m.upstream for m in opened] == [("frames",), ("tokens",), ()]
     assert [m.wanted for m in opened] == [("audio",), (), ("text",)]
-    s.stages["tokens"].put(run, "text", 0, text="hello ")
+    s.stages["tokens"].put(run, 0, TextPiece("hello "))
     s.turn()
     s.clock.now_s += 1.5
-    s.stages["wave"].put(run, "audio", 0, sound(30_000, 0.5), sample_rate=24_000)
-    s.stages["tokens"].put(run, "text", 1, text="world")
+    s.stages["wave"].put(run, 0, AudioPiece(24_000, 30_000), sound(30_000, 0.5))
+    s.stages["tokens"].put(run, 1, TextPiece("world"))
     s.turn()
     s.finish("tokens", run, "length", completion_tokens=2)
     s.finish("frames", run)
@@ -85,7 +90,7 @@ def test_a_whole_life(play):
     assert [(e.type, e.stage, e.index) for e in client.events if e.type == "text"] == [
         ("text", "tokens", 0), ("text", "tokens", 1)]  # fmt: skip
     [audio] = [p for p in client.pieces if p.event.type == "audio"]
-    assert audio.event.meta == {"sample_rate": 24_000}
+    assert audio.event.piece == AudioPiece(24_000, 30_000)
     end = client.ended.event
     assert (end.type, end.outcome, end.output, end.stage) == ("end", "completed", "audio", "wave")
     assert (end.finish_reason, end.request_id) == ("length", "my-id")
@@ -112,17 +117,17 @@ def test_requests_are_listed_oldest_first_with_age_phase_and_stages(play):
     s = play(max_live=2)
     client, run = speaking(s, request_id="first")
     s.pass_time(2.0)
-    s.stages["tokens"].put(run, "text", 0, text="word ")
+    s.stages["tokens"].put(run, 0, TextPiece("word "))
     second = s.ask(chat("text"), "second")
     s.ask(chat("text"), "third")
     s.turn()
     asked = s.ask(GenerateRequest(operation="requests"))
-    listed = asked.ended.event.meta["requests"]
-    assert [(r["id"], r["age_s"], r["phase"]) for r in listed] == [
+    listed = asked.ended.event.status.requests
+    assert [(r.id, r.age_s, r.phase) for r in listed] == [
         ("first", 2.0, "answering"), ("second", 0.0, "opening"), ("third", 0.0, "waiting")]  # fmt: skip
-    assert set(listed[0]["stages"]) == set(ORDER)
-    assert listed[0]["pieces"] == {"text": 1, "audio": 0}
-    assert asked.ended.event.meta["queued"] == 1
+    assert set(listed[0].stages) == set(ORDER)
+    assert listed[0].pieces == {"text": 1, "audio": 0}
+    assert asked.ended.event.status.queued == 1
     for each in ("first", "second", "third"):
         s.ask(GenerateRequest(operation="abort", target=each))
     assert client.ended.event.outcome == second.ended.event.outcome == "cancelled"
@@ -139,22 +144,22 @@ def test_collected_is_the_streamed_pieces_joined(play):
     streamed, run2 = speaking(s)
     for r in (run, run2):
         for i, word in enumerate(("one ", "two ", "", "three")):
-            s.stages["tokens"].put(r, "text", i, text=word)
-            s.stages["wave"].put(r, "audio", i, sound(10 * i, i), sample_rate=24_000)
+            s.stages["tokens"].put(r, i, TextPiece(word))
+            s.stages["wave"].put(r, i, AudioPiece(24_000, 10 * i), sound(10 * i, i))
             s.turn()
-        s.stages["tokens"].link.send(msg.ProgressMessage(r, {"step": 1}))
+        s.stages["tokens"].link.send(msg.ProgressMessage(r, 1, 4))
         for stage in ("tokens", "frames", "wave"):
             s.finish(stage, r)
     assert whole.pieces == []
     piece = whole.ended
-    assert piece.text == streamed.text == "one two three"
+    assert text_of(piece.event) == streamed.text == "one two three"
     audio = b"".join(bytes(t.data) for p in streamed.pieces for t in p.tensors)
     [tensor] = piece.tensors
     assert bytes(tensor.data) == audio
     assert (tensor.name, tensor.spec.shape) == ("audio", (60,))
-    assert piece.event.meta["sample_rate"] == 24_000
-    assert piece.event.meta["audio_pieces"] == 4
-    assert [e for e in streamed.events if e.type == "progress"]
+    assert piece.event.joined["audio"] == AudioPiece(24_000, 60)
+    assert piece.event.counts == {"text": 4, "audio": 4}
+    assert [e.progress for e in streamed.events if e.type == "progress"] == [Progress(1, 4)]
 
 
 def test_collected_without_text_says_no_text(play):
@@ -163,31 +168,35 @@ def test_collected_without_text_says_no_text(play):
     end_order = ("tokens", "frames", "wave")
     for stage in end_order:
         s.finish(stage, run)
-    assert client.ended.text is None
+    assert text_of(client.ended.event) is None
     assert client.ended.tensors == ()
 
 
 def test_an_answer_that_cannot_be_joined_is_an_error_and_counted_as_one(play):
     s = play()
-    client = s.ask(chat("text", stream=False))
-    s.accept()
-    s.stages["tokens"].put(client.run, "text", 0, text=5)
+    client, run = speaking(s, chat("audio", stream=False))
+    s.stages["wave"].put(run, 0, AudioPiece(24_000, 1), Tensor.of("audio", np.zeros((), np.float32)))
     s.turn()
-    s.finish("tokens", client.run)
+    for stage in ("tokens", "frames", "wave"):
+        s.finish(stage, run)
     assert isinstance(client.failed, Internal)
     ends = s.orchestrator.metrics.requests.values
     assert (ends["internal",], ends["completed",]) == (1, 0)
 
 
 def test_previews_are_left_out_of_the_one_response(play):
-    s = play()
-    client, run = speaking(s, chat("audio", stream=False))
-    s.stages["wave"].put(run, "audio", 0, sound(5, 1.0), partial=True)
-    s.stages["wave"].put(run, "audio", 1, sound(7, 2.0))
+    images = (Output("text", "tokens"), Output("image", "wave"))
+    s = play(replace(PIPELINE, outputs=images, operations=(Operation("chat", "tokens", ("image",)),)))
+    client, run = speaking(s, chat("image", stream=False))
+    s.stages["wave"].put(run, 0, ImagePiece(partial=True), Tensor.of("image", np.zeros((2, 3, 3), np.uint8)))
+    s.stages["wave"].put(run, 1, ImagePiece(seed=7), Tensor.of("image", np.ones((2, 3, 3), np.uint8)))
     s.turn()
     for stage in ("tokens", "frames", "wave"):
         s.finish(stage, run)
-    assert client.ended.tensors[0].spec.shape == (7,)
+    [image] = client.ended.tensors
+    assert bytes(image.data) == bytes([1] * 18)
+    assert client.ended.event.joined["image"].seed == 7
+    assert client.ended.event.counts["image"] == 1
 
 
 def test_many_requests_live_side_by_side(play):
@@ -195,8 +204,8 @@ def test_many_requests_live_side_by_side(play):
     first, second = s.ask(chat("text"), "same"), s.ask(chat("text"), "same")
     a, b = s.accept(), s.accept()
     assert {a.run, b.run} == {first.run, second.run}
-    s.stages["tokens"].put(second.run, "text", 0, text="b")
-    s.stages["tokens"].put(first.run, "text", 0, text="a")
+    s.stages["tokens"].put(second.run, 0, TextPiece("b"))
+    s.stages["tokens"].put(first.run, 0, TextPiece("a"))
     s.turn()
     assert (first.text, second.text) == ("a", "b")
     s.finish("tokens", second.run)
@@ -330,11 +339,11 @@ def test_the_first_output_has_a_deadline_that_names_the_stage(play):
 def test_silence_has_a_deadline_that_names_the_stage(play):
     s = play(stall_s=5.0)
     client, run = speaking(s)
-    s.stages["tokens"].put(run, "text", 0, text="a")
+    s.stages["tokens"].put(run, 0, TextPiece("a"))
     s.turn()
     s.finish("tokens", run)
     s.pass_time(4.0)
-    s.stages["frames"].link.send(msg.ProgressMessage(run, {}))
+    s.stages["frames"].link.send(msg.ProgressMessage(run, 0))
     s.turn()
     s.pass_time(4.0)
     assert not client.over, "progress is a sign of life"
@@ -346,7 +355,7 @@ def test_silence_has_a_deadline_that_names_the_stage(play):
 def test_silence_of_the_last_stage_names_it_alone(play):
     s = play(stall_s=5.0)
     client, run = speaking(s)
-    s.stages["tokens"].put(run, "text", 0, text="a")
+    s.stages["tokens"].put(run, 0, TextPiece("a"))
     s.turn()
     for stage in ("tokens", "frames"):
         s.finish(stage, run)
@@ -359,7 +368,7 @@ def test_the_whole_has_a_deadline(play):
     s = play(total_s=20.0)
     client, run = speaking(s)
     for i in range(5):
-        s.stages["tokens"].put(run, "text", i, text="a")
+        s.stages["tokens"].put(run, i, TextPiece("a"))
         s.pass_time(4.5)
     assert client.failed.line() == "[deadline_exceeded:total] not done after 20 s"
     end_all(s, run)
@@ -380,38 +389,174 @@ def test_a_requests_own_deadlines_win_and_zero_is_none(play):
 
 
 # --- slow readers ------------------------------------------------------------------------------------------
-def test_a_reader_that_takes_nothing_ends_with_an_error(play):
-    s = play(max_output_bytes=100_000)
-    client, run = speaking(s)
-    client.reads = False
-    for i in range(3):
-        s.stages["wave"].put(run, "audio", i, sound(10_000, i))
-        s.turn()
-    assert isinstance(client.failed, TooBusy)
-    assert client.failed.where == "max_output_bytes"
+# --- clients that read slowly ---
+PIECE = 40_000 + RESPONSE_BYTES  # what a piece of `speak` is charged
+
+
+def speak(s, run, index):
+    s.stages["wave"].put(run, index, AudioPiece(24_000, 10_000), sound(10_000, index))
+    s.turn()
+
+
+def leave(s, run, *stages):
+    s.orchestrator.client_gone(run)
+    s.turn()
+    end_all(s, run, *stages)
+
+
+def receipts(client):
+    return [event.acknowledge for event in client.events if event.acknowledge]
+
+
+def acknowledge(s, token):
+    return s.ask(GenerateRequest("acknowledge", target=token), "acknowledgment")
+
+
+def test_a_stream_pauses_until_its_client_has_read_and_loses_nothing(play):
+    s = play(max_output_bytes=3 * PIECE)
+    client, run = speaking(s, chat("text", "audio", acknowledge=True))
+    for i in range(8):
+        speak(s, run, i)
     assert len(client.pieces) == 3
-    assert s.stages["wave"].unreleased == 3, "what Triton holds stays valid until it is sent"
-    client.read()
+    assert s.stages["wave"].unreleased == 5, "what waits holds its credit: the stage pauses"
+    s.finish("wave", run)
+    for read in range(8):
+        assert len(client.pieces) == min(8, read + 3)
+        assert acknowledge(s, client.events[read].acknowledge).ended
+        s.turn()
+    assert [event.index for event in client.events] == list(range(8))
+    s.finish("tokens", run)
+    s.finish("frames", run)
+    assert client.ended.event.outcome == "completed"
+
+
+def test_a_client_that_acknowledges_nothing_ends_by_the_stall_deadline(play):
+    s = play(max_output_bytes=3 * PIECE, stall_s=5.0, total_s=0)
+    client, run = speaking(s, chat("text", "audio", acknowledge=True))
+    for i in range(5):
+        speak(s, run, i)
+    s.pass_time(4.9)
+    assert not client.over, "nobody waits for a stage: only the client's own time counts"
+    acknowledge(s, receipts(client)[0])
+    s.pass_time(4.9)
+    assert not client.over
+    s.pass_time(0.2)
+    assert isinstance(client.failed, DeadlineExceeded) and client.failed.where == "client"
+    assert len(client.pieces) == 4
     end_all(s, run)
 
 
-def test_a_reader_that_keeps_up_may_take_any_amount(play):
-    s = play(max_output_bytes=100_000)
-    client, run = speaking(s)
-    for i in range(20):
-        s.stages["wave"].put(run, "audio", i, sound(10_000, i))
-        s.turn()
-    assert not client.over
-    assert s.orchestrator.lives[run].waiting == 0
-    for stage in ("tokens", "frames", "wave"):
+def test_a_piece_larger_than_the_window_passes_alone(play):
+    s = play(max_output_bytes=10_000)
+    client, run = speaking(s, chat("text", "audio", acknowledge=True))
+    speak(s, run, 0)
+    speak(s, run, 1)
+    assert len(client.pieces) == 1
+    acknowledge(s, receipts(client)[0])
+    assert len(client.pieces) == 2
+    leave(s, run)
+
+
+def test_an_end_overtakes_nothing_but_is_not_held_up_by_what_was_sent(play):
+    s = play(max_output_bytes=10_000)
+    client, run = speaking(s, chat("text", "audio", acknowledge=True))
+    speak(s, run, 0)
+    for stage in ORDER:
         s.finish(stage, run)
+    assert client.ended.event.outcome == "completed" and len(client.pieces) == 1
+
+
+@pytest.mark.parametrize("cause", ["client", "abort", "stage"])
+def test_what_waits_for_a_client_is_given_back_when_the_request_ends(play, cause):
+    s = play(max_output_bytes=10_000)
+    client, run = speaking(s, chat("text", "audio", acknowledge=True))
+    for i in range(4):
+        speak(s, run, i)
+    s.finish("wave", run)
+    if cause == "client":
+        s.orchestrator.client_gone(run)
+    elif cause == "abort":
+        abort(s, "req")
+    else:
+        s.fail("tokens", run, StageFailed("lost", "tokens"))
+    s.until(lambda: s.stages["wave"].unreleased == 0)
+    assert client.over and len(client.pieces) == 1
+    end_all(s, run, *(("frames",) if cause == "stage" else ("tokens", "frames")))
+
+
+@pytest.mark.parametrize("token", ["", "x", "zz:5", ":", "00:x", "00" * 500 + ":1"])
+def test_tokens_that_no_response_carried_are_harmless(play, token):
+    s = play(max_output_bytes=3 * PIECE)
+    client, run = speaking(s, chat("text", "audio", acknowledge=True))
+    for i in range(5):
+        speak(s, run, i)
+    answer = acknowledge(s, token)
+    assert answer.over
+    assert acknowledge(s, f"{run.hex()}:{10**12}").ended, "more than was sent: ignored"
+    assert len(client.pieces) == 3
+    leave(s, run)
+
+
+def test_a_client_without_acknowledgments_is_sent_audio_as_fast_as_it_plays(play):
+    s = play(max_output_bytes=4 * PIECE, stall_s=1.0)
+    client, run = speaking(s)
+    for i in range(9):
+        speak(s, run, i)
+    burst = len(client.pieces)
+    assert burst == 2 and not receipts(client)
+    for _ in range(20):
+        s.pass_time(0.1)
+    played = 2.0 / (10_000 / 24_000)
+    assert not client.over, "the pace is the server's: no deadline counts"
+    assert burst + played * 40_000 / PIECE - 2 <= len(client.pieces) <= burst + played
+    leave(s, run)
+
+
+def test_a_silent_stream_says_once_that_it_was_accepted(play):
+    s = play()
+    client, run = speaking(s)
+    s.pass_time(0.9)
+    assert client.pieces == []
+    s.pass_time(0.2)
+    s.pass_time(5.0)
+    assert [event.type for event in client.events] == ["accepted"]
+    assert client.events[0].request_id == "req"
+    leave(s, run)
+
+
+@pytest.mark.parametrize("more", [{"stream": False}, {"acknowledge": True}])
+def test_joined_answers_and_clients_that_triton_watches_get_no_sign_of_life(play, more):
+    s = play()
+    client, run = speaking(s, chat("text", "audio", **more))
+    s.pass_time(5.0)
+    assert client.pieces == []
+    leave(s, run)
+
+
+def test_a_stream_whose_output_is_quick_gets_nothing_else(play):
+    s = play()
+    client, run = speaking(s)
+    speak(s, run, 0)
+    s.pass_time(5.0)
+    assert [event.type for event in client.events] == ["audio"]
+    leave(s, run)
+
+
+def test_a_joined_answer_has_a_bound_of_its_own(play):
+    s = play(max_answer_bytes=100_000)
+    client, run = speaking(s, chat("text", "audio", stream=False))
+    for i in range(3):
+        speak(s, run, i)
+    assert isinstance(client.failed, BadRequest) and client.failed.where == "stream"
+    assert client.failed.message == "the whole answer must be at most 100000 bytes; ask for a stream"
+    end_all(s, run)
 
 
 def test_pieces_sent_after_the_request_is_forgotten_are_given_back(play):
     s = play()
     client, run = speaking(s)
     client.reads = False
-    s.stages["wave"].put(run, "audio", 0, sound(10_000, 1))
+    s.stages["wave"].put(run, 0, AudioPiece(24_000, 10_000), sound(10_000, 1))
     s.turn()
     for stage in ("tokens", "frames", "wave"):
         s.finish(stage, run)
@@ -431,12 +576,12 @@ def test_abort_by_id_ends_all_of_that_id_once(play):
     other = s.ask(chat("text"), "same2")
     for _ in range(4):
         s.accept()
-    assert abort(s, "same").meta == {"aborted": 3}
+    assert abort(s, "same").aborted == 3
     for client in clients:
         end = client.ended.event
         assert (end.outcome, end.finish_reason, end.output, end.stage) == ("cancelled", "abort", "text", "tokens")
-    assert abort(s, "same").meta == {"aborted": 0}, "again: nothing to end"
-    assert abort(s, "nobody").meta == {"aborted": 0}
+    assert abort(s, "same").aborted == 0, "again: nothing to end"
+    assert abort(s, "nobody").aborted == 0
     assert s.ask(GenerateRequest("abort"), "abort-id").failed.where == "target"
     assert not other.over
     for client in clients:
@@ -448,11 +593,11 @@ def test_abort_by_id_ends_all_of_that_id_once(play):
 def test_an_abort_reports_what_was_delivered(play):
     s = play()
     client, run = speaking(s)
-    s.stages["tokens"].put(run, "text", 0, text="ab", token_ids=[5, 6])
-    s.stages["wave"].put(run, "audio", 0, sound(20_000, 1))
+    s.stages["tokens"].put(run, 0, TextPiece("ab", (5, 6)))
+    s.stages["wave"].put(run, 0, AudioPiece(24_000, 20_000), sound(20_000, 1))
     s.turn()
     s.stages["tokens"].link.send(msg.FinishedMessage(run, "stop", {"prompt_tokens": 3, "completion_tokens": 2}))
-    s.stages["wave"].put(run, "audio", 1, sound(500, 1))
+    s.stages["wave"].put(run, 1, AudioPiece(24_000, 500), sound(500, 1))
     s.turn()
     abort(s, "req")
     assert client.ended.event.usage == {"prompt_tokens": 3, "completion_tokens": 2, "audio_samples": 20_500}
@@ -463,12 +608,12 @@ def test_an_abort_reports_what_was_delivered(play):
 def test_what_comes_after_an_abort_is_given_back_and_not_sent(play):
     s = play()
     client, run = speaking(s)
-    s.stages["tokens"].put(run, "text", 0, text="a")
+    s.stages["tokens"].put(run, 0, TextPiece("a"))
     s.turn()
     abort(s, "req")
-    s.stages["tokens"].put(run, "text", 1, text="b")
-    s.stages["wave"].put(run, "audio", 0, sound(20_000, 1))
-    s.stages["tokens"].link.send(msg.ProgressMessage(run, {}))
+    s.stages["tokens"].put(run, 1, TextPiece("b"))
+    s.stages["wave"].put(run, 0, AudioPiece(24_000, 20_000), sound(20_000, 1))
+    s.stages["tokens"].link.send(msg.ProgressMessage(run, 0))
     s.turn()
     assert client.text == "a"
     assert (client.ended.event.output, client.ended.event.stage) == ("audio", "wave")
@@ -658,7 +803,7 @@ def test_outputs_of_unknown_runs_are_given_back(play):
     client, run = speaking(s)
     for stage in ("tokens", "frames", "wave"):
         s.finish(stage, run)
-    s.stages["wave"].put(run, "audio", 0, sound(10_000, 1))
+    s.stages["wave"].put(run, 0, AudioPiece(24_000, 10_000), sound(10_000, 1))
     s.stages["wave"].link.send(msg.FinishedMessage(run, "stop"))
     s.stages["wave"].link.send(msg.StopMessage(run))  # nonsense
     s.turn()
@@ -673,18 +818,19 @@ def test_health_tells_the_truth(play):
     waiting = s.ask(chat("text"))
     event = s.ask(GenerateRequest("health"), "h").ended.event
     assert (event.type, event.request_id) == ("health", "h")
-    meta = event.meta
-    assert meta["ready"]
-    assert meta["pipeline"] == "toy"
-    assert (meta["live"], meta["queued"]) == (1, 1)
-    assert {n: st["live"] for n, st in meta["stages"].items()} == {"tokens": 1, "frames": 0, "wave": 0}
-    assert meta["operations"] == ["chat", "speech"]
-    s.states["wave"]["state"] = "restarting"
-    assert not s.orchestrator.door.health().meta["ready"]
+    status = event.status
+    assert status.ready
+    assert status.pipeline == "toy"
+    assert (status.live, status.queued) == (1, 1)
+    assert {name: stage.live for name, stage in status.stages.items()} == {"tokens": 1, "frames": 0, "wave": 0}
+    assert status.operations == ("chat", "speech")
+    assert status.params == ("speech.voice", "speech.language", "speech.speed")
+    s.states["wave"] = StageStatus(state="restarting")
+    assert not s.orchestrator.door.health().status.ready
     del s.states["wave"]
-    missing = s.orchestrator.door.health().meta
-    assert not missing["ready"]
-    assert missing["stages"]["wave"]["state"] == "missing"
+    missing = s.orchestrator.door.health().status
+    assert not missing.ready
+    assert missing.stages["wave"].state == "missing"
     s.finish("tokens", client.run)
     s.accept()
     s.finish("tokens", waiting.run)
@@ -788,12 +934,12 @@ def test_when_nothing_can_be_opened_any_more_those_who_wait_for_it_fail_and_the_
     s.accept()
     waiting = s.ask(chat("text"))
     message, opened, _ = s.take_call()
-    assert s.orchestrator.door.health().meta["ready"]
+    assert s.orchestrator.door.health().status.ready
     s.opener.stuck = True
     s.pass_time(1.0)
     assert waiting.failed.line() == "[unavailable:tokens] Triton opens no runs any more"
     assert s.orchestrator.state == "stuck"
-    assert not s.orchestrator.door.health().meta["ready"]
+    assert not s.orchestrator.door.health().status.ready
     s.finish("tokens", open_run.run)
     assert open_run.ended is not None
     s.answer(opened)  # it came back after all

@@ -9,6 +9,7 @@ import pytest
 
 from perf import measures
 from triton_omni.backends.control.messages import RunStats, Transfer
+from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.errors import BadRequest, TooBusy
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part
 from triton_omni.backends.core.pipeline import Operation, Output, Pipeline, Stage
@@ -23,7 +24,13 @@ def _no_engine(context):
 
 
 CHAT = Operation("chat", "eye", ("text",))
-SEES = Pipeline("sees", (Stage("eye", _no_engine),), (), (Output("text", "eye"),), (CHAT,))
+MEDIA = (
+    TensorSpec("audio", "float32", (-1,)),
+    TensorSpec("image", "uint8", (-1,)),
+    TensorSpec("video", "uint8", (-1,)),
+)
+SEES = Pipeline("sees", (Stage("eye", _no_engine, inputs=MEDIA),), (), (Output("text", "eye"),), (CHAT,))
+READS = Pipeline("reads", (Stage("eye", _no_engine),), (), (Output("text", "eye"),), (CHAT,))
 
 
 def test_random_crowds_never_exceed_their_limits():
@@ -85,6 +92,15 @@ def test_slices_outside_their_tensor_are_refused_by_place(part, media, words):
 def test_good_media_pass():
     parts = (Part("image", shape=(2, 2, 3)), Part("image", offset=12, shape=(1, 2, 3)), Part("text", "x"))
     check_request(SEES, GenerateRequest(messages=(Message("user", parts),)), {"image": 18})
+
+
+@pytest.mark.parametrize("kind", ["audio", "image", "video"])
+def test_kinds_of_content_without_an_input_tensor_are_refused(kind):
+    part = Part(kind, length=12, shape=(2, 2, 3), sample_rate=16_000)
+    request = GenerateRequest(messages=(Message("user", "a"), Message("user", (Part("text", "b"), part))))
+    with pytest.raises(BadRequest, match=f"'reads' takes text, not {kind}") as caught:
+        check_request(READS, request, {kind: 12})
+    assert caught.value.where == "messages[1].content[1]"
 
 
 def test_parts_that_overlap_are_refused():

@@ -27,7 +27,7 @@ def exported(*responses: tuple[int, dict, object]) -> dict:
 
 
 TEXT = {"type": "text", "output": "text"}
-AUDIO = {"type": "audio", "output": "audio", "meta": {"sample_rate": 1000}}
+AUDIO = {"type": "audio", "output": "audio", "piece": {"sample_rate": 1000}}
 END = {"type": "end", "outcome": "completed"}
 
 

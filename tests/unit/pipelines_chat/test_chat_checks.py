@@ -11,6 +11,7 @@ import pytest
 from triton_omni.backends.core.chunk import Chunk
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part, SpeechParams
+from triton_omni.backends.core.outputs import TextPiece, TranscriptPiece
 from triton_omni.backends.pipelines.chat.adapters import text_of, transcript_of
 from triton_omni.backends.pipelines.chat.pipeline import PIPELINE
 
@@ -87,11 +88,11 @@ def test_only_the_stages_a_request_needs_are_opened() -> None:
 
 def test_empty_chunks_and_empty_texts_are_told_apart() -> None:
     empty = Chunk(b"r", "thinker", last=True)
-    assert text_of(empty) == "" and transcript_of(empty) == {}
-    assert text_of(Chunk(b"r", "thinker", meta={"text": " Hi"})) == " Hi"
-    assert transcript_of(Chunk(b"r", "transcriber", meta={"index": 0, "text": ""})) == {"index": 0, "text": ""}
+    assert text_of(empty) == "" and transcript_of(empty) is None
+    assert text_of(Chunk(b"r", "thinker", piece=TextPiece(" Hi"))) == " Hi"
+    assert transcript_of(Chunk(b"r", "transcriber", piece=TranscriptPiece())) == TranscriptPiece()
     with pytest.raises(TypeError):
-        text_of(Chunk(b"r", "thinker", meta={"text": None}))
+        text_of(Chunk(b"r", "thinker", piece=TranscriptPiece()))
 
 
 def test_the_graph_is_light_enough_for_the_triton_stub() -> None:

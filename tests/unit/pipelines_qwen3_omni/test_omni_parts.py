@@ -12,10 +12,11 @@ import pytest
 from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part
-from triton_omni.backends.pipelines.qwen3_omni.adapters import piece_of
+from triton_omni.backends.pipelines.qwen3_omni.adapters import MEDIA_SHAPES, talker_input
 from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from triton_omni.backends.pipelines.qwen3_omni_text.pipeline import PIPELINE as TEXT_ALONE
 
+SHAPES = {"image_grids": [[1, 2, 2]], "video_grids": [], "video_steps_s": [], "audio_lengths": []}
 CHAT = GenerateRequest(messages=(Message("user", "hello"),))
 
 
@@ -41,9 +42,10 @@ def test_a_piece_is_what_its_chunk_carries():
     ids, words = np.array([5, 6, 7], np.int32), np.array([8], np.int32)
     rows = np.ones((2, 3), np.float32)
     tensors = tuple(Tensor.of(n, a) for n, a in (("prompt_ids", ids), ("token_ids", words), ("media", rows)))
-    piece = piece_of(Chunk(b"", "thinker", tensors=tensors, meta={"image_grids": [[1, 2, 2]]}))
+    shapes = [Tensor.of(name, np.array(SHAPES[name], dtype)) for name, dtype in MEDIA_SHAPES.items()]
+    piece = talker_input(Chunk(b"", "thinker", tensors=(*tensors, *shapes)))
     assert (piece.prompt_ids, piece.token_ids) == ([5, 6, 7], [8])
-    assert piece.shapes == {"image_grids": [[1, 2, 2]]}
+    assert piece.shapes == SHAPES
     rows[:] = 0  # the link reuses its buffer once the chunk is released
     assert piece.media is not None and piece.media.min() == 1
 
@@ -60,7 +62,7 @@ def test_sounds_of_videos_are_welcome():
 
 
 def test_an_empty_last_chunk_is_a_piece_without_words():
-    piece = piece_of(Chunk(b"", "thinker", last=True))
+    piece = talker_input(Chunk(b"", "thinker", last=True))
     assert (piece.prompt_ids, piece.token_ids, piece.media) == ([], [], None)
 
 

@@ -15,10 +15,12 @@ from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.engine import EngineChunk, EngineFailed, EngineFinished, EngineOutput, EngineProgress
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part, SpeechParams
+from triton_omni.backends.core.outputs import TextPiece
 from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.orchestrator.check import check_request
 from triton_omni.backends.pipelines import load
 from triton_omni.backends.pipelines.toy import engines
-from triton_omni.backends.pipelines.toy.pipeline import PIPELINE, check
+from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 
 
 def make(stage):
@@ -55,8 +57,8 @@ def run_alone(stage, request):
 
 def test_tokens_and_their_usage():
     events = run_alone("tokens", chat(3))
-    assert [e.meta["text"] for e in events if isinstance(e, EngineOutput)] == ["w0 ", "w1 ", "w2 "]
-    assert [e.meta["token"] for e in events if isinstance(e, EngineChunk)] == [0, 1, 2]
+    assert [e.piece.text for e in events if isinstance(e, EngineOutput)] == ["w0 ", "w1 ", "w2 "]
+    assert [e.piece.token_ids for e in events if isinstance(e, EngineChunk)] == [(0,), (1,), (2,)]
     assert events[-1].usage == {"prompt_tokens": 3, "completion_tokens": 3}
 
 
@@ -69,15 +71,15 @@ def test_the_sine_goes_on_without_a_break():
 
 def test_frames_carry_their_tokens_number():
     sent = [e for e in run_alone("frames", chat(2)) if isinstance(e, EngineChunk)]
-    assert [e.meta["token"] for e in sent] == list(range(7))
+    assert [e.piece.token_ids[0] for e in sent] == list(range(7))
     for e in sent:
-        assert engines.rows_of(Chunk(b"r", "frames", 0, False, e.tensors, e.meta)) == engines.FRAMES_PER_TOKEN
+        assert engines.rows_of(Chunk(b"r", "frames", 0, False, e.tensors, e.piece)) == engines.FRAMES_PER_TOKEN
 
 
 def test_misbehaviour_on_request():
     assert isinstance(run_alone("tokens", chat(9, tokens={"fail_after": 2}))[-1], EngineFailed)
     events = run_alone("tokens", chat(2, tokens={"progress": True}))
-    assert [event.meta for event in events if isinstance(event, EngineProgress)] == [{"made": 0}, {"made": 1}]
+    assert [event.done for event in events if isinstance(event, EngineProgress)] == [0, 1]
     engine, run = make("tokens"), SUBJECTS["tokens"].run(chat(9, tokens={"hold_after": 3, "burst": 5}))
     engine.open(run)
     assert len([e for e in engine.step() if isinstance(e, EngineOutput)]) == 3
@@ -97,6 +99,18 @@ def test_misbehaviour_on_request():
     assert not engine.has_work
 
 
+def test_runs_that_wait_for_one_another_begin_together_and_end_apart():
+    engine, subject = make("tokens"), SUBJECTS["tokens"]
+    runs = [subject.run(chat(count, tokens={"together": 3})) for count in (1, 2, 3)]
+    for run in runs[:2]:
+        engine.open(run)
+    assert not engine.has_work
+    engine.open(runs[2])
+    ends = [event.run for _ in range(3) for event in engine.step() if isinstance(event, EngineFinished)]
+    assert ends == runs
+    assert not engine.has_work
+
+
 def test_dying_on_request_is_a_kill():
     code = (
         "from triton_omni.backends.core.engine import Run\n"
@@ -113,12 +127,12 @@ def test_dying_on_request_is_a_kill():
 def test_payloads_are_checked_where_they_arrive():
     sent = [e for e in run_alone("tokens", chat(3, tokens={"frame_bytes": 50})) if isinstance(e, EngineChunk)]
     for index, e in enumerate(sent):
-        assert engines.token_of(Chunk(b"r", "tokens", index, False, e.tensors, e.meta)) == index
+        assert engines.token_of(Chunk(b"r", "tokens", index, False, e.tensors, e.piece)) == index
     with pytest.raises(StageFailed, match="payload is not what was sent"):
-        engines.token_of(Chunk(b"r", "tokens", 2, False, sent[0].tensors, {}))
+        engines.token_of(Chunk(b"r", "tokens", 2, False, sent[0].tensors))
     wrong = Tensor.of("frames", np.ones((2, 8), np.float32))
     with pytest.raises(StageFailed, match="frames are not what was sent"):
-        engines.rows_of(Chunk(b"r", "frames", 0, False, (wrong,), {"token": 5}))
+        engines.rows_of(Chunk(b"r", "frames", 0, False, (wrong,), TextPiece(token_ids=(5,))))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +142,7 @@ def test_payloads_are_checked_where_they_arrive():
         (GenerateRequest(messages=(Message("user", "x"),), speech=SpeechParams(language="fr")), "speech.language"),
         (GenerateRequest("speech", input="  "), "input"),
         (GenerateRequest(), "messages"),
-        (GenerateRequest(messages=(Message("user", (Part("image", shape=(1,)),)),)), "messages"),
+        (GenerateRequest(messages=(Message("user", (Part("image", shape=(1,)),)),)), "messages[0].content[0]"),
         (chat(1, nose={}), "stages.nose"),
         (chat(1, wave={"delay_s": -1}), "stages.wave"),
         (chat(1, wave={"typo": 1}), "stages.wave"),
@@ -136,7 +150,7 @@ def test_payloads_are_checked_where_they_arrive():
 )
 def test_what_the_toy_cannot_do_is_named(request_, field):
     with pytest.raises(BadRequest) as caught:
-        check(request_)
+        check_request(PIPELINE, request_, {})
     assert caught.value.where == field
 
 

@@ -15,5 +15,5 @@ def test_only_every_so_many_th_output_goes_to_the_client():
     events = []
     while engine.has_work:
         events += engine.step()
-    assert [e.meta["text"] for e in events if isinstance(e, EngineOutput)] == ["w0 ", "w3 ", "w6 "]
+    assert [e.piece.text for e in events if isinstance(e, EngineOutput)] == ["w0 ", "w3 ", "w6 "]
     assert isinstance(events[-1], EngineFinished) and events[-1].usage["completion_tokens"] == 7

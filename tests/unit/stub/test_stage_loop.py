@@ -11,8 +11,10 @@ from tests.kit.worker_harness import chat
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.errors import ErrorInfo
+from triton_omni.backends.core.outputs import TextPiece
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
+from triton_omni.backends.stub.stage_loop import STOPPED_S
 from triton_omni.backends.stub.worker_process import FIRST_PAUSE_S, GIVE_UP_AFTER, LONGEST_PAUSE_S, STEADY_S
 from triton_omni.backends.worker.loop import Worker
 
@@ -215,7 +217,7 @@ def test_a_direct_call_gets_its_pieces_and_its_end(make):
     b.turn()
     b.to_stub.send(msg.AcceptedMessage(run))
     for index in range(2):
-        assert b.to_stub.put(Chunk(run, "@text", index, meta={"text": "x"}))
+        assert b.to_stub.put(Chunk(run, "@text", index, piece=TextPiece("x")))
     end = msg.FinishedMessage(run, "length")
     b.to_stub.send(end)
     b.turn()
@@ -340,6 +342,26 @@ def test_a_hung_worker_is_killed_and_its_calls_fail(make):
     b.clock.now_s += FIRST_PAUSE_S
     b.turn()
     b.worker_is_ready()
+
+
+def test_a_stopped_worker_is_not_ready_and_replaced_before_it_counts_as_hung(make):
+    b = make(hang_s=120)
+    b.worker_process.stopped = True
+    b.turn()
+    assert b.loop.state == "stuck"
+    client, run = b.call()
+    b.turn()
+    client.close()
+    b.turn()
+    assert lines(b.told(run)) == ["[unavailable:tokens] the stage's worker is stopped"]
+    b.worker_process.stopped = False
+    b.turn()
+    assert b.loop.state == "ready" and b.worker_process.kills == 0
+    b.worker_process.stopped = True
+    b.turn()
+    b.clock.now_s += STOPPED_S + 0.1
+    b.turn()
+    assert b.worker_process.kills > 0
 
 
 def test_deaths_in_a_row_wait_longer_each_time_and_then_it_gives_up(make):

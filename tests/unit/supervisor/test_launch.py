@@ -9,6 +9,7 @@ import shlex
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,8 @@ def test_command() -> None:
         "--exit-timeout-secs=7",
         "--model-control-mode=explicit",
         "--load-model=*",
-        "--http-restricted-api=model-repository,shared-memory:triton-omni-key=k",
-        "--grpc-restricted-protocol=model-repository,shared-memory:triton-omni-key=k",
+        "--http-restricted-api=model-repository,shared-memory,logging,trace:triton-omni-key=k",
+        "--grpc-restricted-protocol=model-repository,shared-memory,logging,trace:triton-omni-key=k",
     ):
         assert word in command
     assert command[-1] == "--log-verbose=1"
@@ -55,6 +56,12 @@ def test_bare_command_has_no_model_control_and_no_key() -> None:
     assert "explicit" not in command and "restricted" not in command
 
 
+def test_options_of_newer_servers_are_given_where_the_server_has_them() -> None:
+    newer = replace(SERVER, options=frozenset({"--allow-client-shm", "--http-port"}))
+    assert "--allow-client-shm=true" in launch(server=newer).command()
+    assert not any("client-shm" in word for word in launch().command())
+
+
 def test_the_command_by_hand_is_the_command() -> None:
     words = shlex.split(launch(key="k").by_hand())
     assert words[0] == "env" and "A=b c" in words and "PATH=/stub/bin:$PATH" in words
@@ -62,14 +69,20 @@ def test_the_command_by_hand_is_the_command() -> None:
     assert not any("omni-run" in word for word in words)
 
 
-def test_environment_names_the_run_dir() -> None:
-    misleading = {"PYTHONPATH": "/x", "PYTHONHOME": "/y", "VIRTUAL_ENV": "/z", "A": "other"}
-    assert launch().environment({**misleading, "LANG": "C"}) == {
+def test_environment_names_the_run_dir(tmp_path: Path) -> None:
+    misleading = {"PYTHONPATH": "/x", "PYTHONHOME": "/y", "VIRTUAL_ENV": "/z", "A": "other", "TMPDIR": "/t"}
+    start = replace(launch(), run_dir=replace(launch().run_dir, path=tmp_path))
+    assert start.environment({**misleading, "LANG": "C", "TORCHINDUCTOR_CACHE_DIR": "/cache"}) == {
         "LANG": "C",
         "PATH": "/stub/bin:/usr/bin",
         "A": "b c",
-        "TRITON_OMNI_RUN_DIR": "/tmp/omni-run-x",
+        "TRITON_OMNI_RUN_DIR": str(tmp_path),
+        "TMPDIR": str(tmp_path / "tmp"),
+        "TORCHINDUCTOR_CACHE_DIR": "/cache",
+        "TRITON_OMNI_LOOPBACK": "1",
     }
+    assert "TRITON_OMNI_LOOPBACK" not in replace(start, host="0.0.0.0").environment({})
+    assert (tmp_path / "tmp").is_dir()
 
 
 def test_a_port_in_use_is_named_with_the_way_out() -> None:

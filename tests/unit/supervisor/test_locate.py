@@ -72,6 +72,21 @@ def test_container_layout_wins_and_needs_no_overlay(tmp_path: Path) -> None:
     assert server.environment["TRITON_OMNI_ENGINE_PYTHON"] == "/e/python"
 
 
+def test_another_server_can_be_named(tmp_path: Path) -> None:
+    home, other, container = local_home(tmp_path), tmp_path / "other", tmp_path / "opt"
+    for tree in (other, container):
+        (tree / "bin").mkdir(parents=True)
+        (tree / "bin" / "tritonserver").write_text(
+            "#!/bin/sh\nprintf '  --new-option <boolean>\\n\\ttext --not\\n' >&2\n"
+        )
+        (tree / "bin" / "tritonserver").chmod(0o755)
+    server = find_server(home, {"TRITON_OMNI_SERVER": str(other), "PATH": "/usr/bin:/bin"}, container)
+    assert server.binary == other / "bin" / "tritonserver" and server.backends == other / "backends"
+    assert not server.in_container and server.options == {"--new-option"}
+    with pytest.raises(SetupError, match="correct TRITON_OMNI_SERVER"):
+        find_server(home, {"TRITON_OMNI_SERVER": str(tmp_path)}, container)
+
+
 def test_no_server_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="make setup"):
         find_server(Home(tmp_path), {}, container=tmp_path / "none")

@@ -20,8 +20,16 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Temporary and shared-memory folders of this test alone."""
     (tmp_path / "shm").mkdir()
     monkeypatch.setattr(run_folder, "SHM", tmp_path / "shm")
+    monkeypatch.setattr(run_folder, "TMP", tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(run_folder, "_SOCKET_PATH_CHARS", 1000)
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        child.wait(20)
+    return child.pid
 
 
 def said(text: str) -> None:
@@ -72,13 +80,49 @@ def test_processes_of_a_dead_owner_are_ended() -> None:
         assert child.wait(10) != 0
 
 
-def test_openmp_names_of_killed_processes_are_removed() -> None:
-    dead, uid = make_dead(), os.getuid()
-    names = [f"__KMP_REGISTERED_LIB_{pid}_{uid}" for pid in (dead.owner_pid, os.getpid(), dead.owner_pid + 1)]
+def test_openmp_names_of_dead_processes_are_removed(dead_pid: int) -> None:
+    names = [f"__KMP_REGISTERED_LIB_{pid}_{uid}" for pid, uid in
+             ((dead_pid, os.getuid()), (dead_pid, os.getuid() + 1), (os.getpid(), os.getuid()))]  # fmt: skip
     for name in names:
         (run_folder.SHM / name).touch()
-    dead.remove(known=[dead.owner_pid, os.getpid()])
+    make_dead().remove()
     assert sorted(p.name for p in run_folder.SHM.iterdir()) == sorted(names[1:])
+
+
+def test_folders_of_dead_python_backends_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed server leaves one in /tmp; it could belong to any server that is older than the folder."""
+    monkeypatch.setattr(run_folder, "TMP", tmp_path)
+    monkeypatch.setattr(run_folder, "PYTHON_BACKEND", "libpython")  # as if this process had loaded the backend
+    before, after, full = (tmp_path / f"python_env_{name}" for name in ("before", "after", "full"))
+    for folder in (before, after, full):
+        folder.mkdir()
+    (full / "model").touch()
+    os.utime(before, (0, 0))
+    os.utime(full, (0, 0))
+    make_dead().remove()
+    assert not before.exists() and after.exists() and full.exists()
+
+
+def test_regions_of_dead_stubs_are_removed_while_the_server_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "_NEW_REGION_S", 30.0)
+    run_dir = run_folder.make()
+    paths = [run_folder.SHM / f"{run_dir.shm_prefix}{name}" for name in ("mapped", "dead", "new")]
+    for path in (*paths, run_folder.SHM / "other_region"):
+        path.write_bytes(b"0" * 4096)
+        os.utime(path, (0, 0))
+    os.utime(paths[2])
+    hold = "import mmap, sys, time; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print(1, flush=True); "
+    hold += "time.sleep(600)"
+    environment = {**os.environ, "TRITON_OMNI_RUN_DIR": str(run_dir.path)}
+    with subprocess.Popen([sys.executable, "-c", hold, str(paths[0])], env=environment, stdout=subprocess.PIPE) as stub:
+        assert stub.stdout is not None
+        stub.stdout.read(1)
+        assert run_dir.remove_dead_regions(server_pid=0) == [paths[1].name]
+        assert run_dir.remove_dead_regions(server_pid=stub.pid) == [paths[0].name], (
+            "the server's own map does not count"
+        )
+        stub.kill()
+    assert sorted(p.name for p in run_folder.SHM.iterdir()) == sorted([paths[2].name, "other_region"])
 
 
 def test_a_folder_that_others_may_enter_is_not_touched(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from triton_omni.backends.config.paths import operator_key
 from triton_omni.backends.supervisor.deployment import write_deployed
 from triton_omni.backends.supervisor.errors import SetupError
-from triton_omni.backends.supervisor.serve.command import checked_repositories, deploys_of, public_models
+from triton_omni.backends.supervisor.serve.command import checked_repositories, deploys_of, make_key, public_models
 from triton_omni.backends.supervisor.serve.options import add_serve_options
 
 DEPLOY = "pipeline: toy\nstages: {tokens: , frames: , wave: {device: cuda, gpus: [1]}}\n"
@@ -67,6 +68,23 @@ def test_the_embedded_default_is_served_only_if_nothing_is_named():
     assert named() == ["chat", "image"]
     assert named("--repository", "model_repository/toy") == []
     assert named("--deploy", "toy/deploy.yaml") == ["toy"]
+
+
+def test_the_operators_key_is_made_once_and_private(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir(mode=0o700)
+    file = tmp_path / "operator"
+    key = make_key(file, tmp_path / "one")
+    assert len(key) == 32 and file.stat().st_mode & 0o077 == 0
+    assert make_key(file, tmp_path / "two") == key == operator_key(tmp_path / "two")
+    assert make_key(None, tmp_path / "one") == key, "a run folder keeps its key"
+
+
+@pytest.mark.parametrize("text", ["short", "with space in it, far too long to guess", "a:b=c" * 8])
+def test_a_key_that_triton_could_misread_is_refused(tmp_path, text):
+    (tmp_path / "operator").write_text(text)
+    with pytest.raises(SetupError, match="16 to 128 letters and digits"):
+        make_key(tmp_path / "operator", tmp_path)
 
 
 def test_a_folder_of_repositories_is_no_repository(tmp_path):

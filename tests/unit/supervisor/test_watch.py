@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -188,6 +189,30 @@ def test_a_reload_that_held_for_a_while_starts_afresh(watch: Watch) -> None:
         assert kinds(watch.decide(seen(now_s, dead))) == [Reload]
         assert watch.decide(seen(now_s + 5, instance(), reloaded={"m": ""})) == []
         now_s += 5 + BOUNDS.healthy_s
+
+
+def test_reloads_that_helped_never_restart_the_server(watch: Watch) -> None:
+    """A stub that was killed four times within a minute cost every other pipeline its requests."""
+    dead, now_s = instance(alive=False), 0.0
+    for _ in range(8):
+        actions: list[Action] = []
+        while not actions:  # each reload waits longer than the one before
+            now_s += 0.5
+            actions = watch.decide(seen(now_s, dead))
+        assert kinds(actions) == [Reload]
+        assert watch.decide(seen(now_s + 1, instance(), reloaded={"m": ""})) == []
+        now_s += 1 + BOUNDS.helped_s
+
+
+def test_a_problem_that_lasts_while_a_reload_waits_is_no_quiet_time(watch: Watch) -> None:
+    watch = Watch(replace(BOUNDS, first_wait_s=8))  # waits are longer than `helped_s`
+    dead, actions, reloads = instance(alive=False), list[Action](), 0
+    for half_s in range(200):
+        actions = watch.decide(seen(half_s / 2, dead, reloaded=dict.fromkeys(("m",), "") if kinds(actions) else None))
+        if RestartServer("m#0: its stub has died; 3 reloads did not help") in actions:
+            break
+        reloads += len(actions)
+    assert reloads == BOUNDS.max_reloads
 
 
 def test_restarts_back_off_and_give_up(watch: Watch) -> None:

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans to a collector: none without one, and a dead one holds nobody up."""
+"""Spans to a collector: none without one, and a dead one delays no exit."""
 
 from __future__ import annotations
 
 import socket
-import time
+import threading
 
 import pytest
 
-from triton_omni.backends.telemetry.traces import CLOSE_S, ENDPOINTS, traces
-
-SDK_GIVES_UP_S = 7.0  # it tries a dead collector for longer than this
+from triton_omni.backends.telemetry.traces import ENDPOINTS, FLUSH_THREAD, traces
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +30,7 @@ def test_a_dead_collector_does_not_hold_up_the_end(monkeypatch):
         made = traces("toy")
         assert made is not None
         made.end(made.begin("a request", ""), {})
-        began_s = time.monotonic()
         made.close()
-        assert time.monotonic() - began_s < CLOSE_S + SDK_GIVES_UP_S / 2
+        assert [thread.name for thread in threading.enumerate() if thread.name == FLUSH_THREAD] == [FLUSH_THREAD], (
+            "close has returned while the collector still does not answer"
+        )

@@ -10,11 +10,11 @@ import pytest
 
 from triton_omni.backends import wire
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.wire import Event, decode_event, encode_event, short_form, with_stream
+from triton_omni.backends.wire import AudioPiece, Event, decode_event, encode_event, short_form, with_stream
 
 
 def test_events_round_trip_and_leave_out_what_is_empty():
-    event = Event("audio", "r", "audio", "wave", 3, {"sample_rate": 24_000}, usage={"n": 1.0}, timings={"total_s": 0.5})
+    event = Event("audio", "r", "audio", "wave", 3, AudioPiece(24_000, 12), usage={"n": 1.0}, timings={"total_s": 0.5})
     assert decode_event(encode_event(event)) == event
     assert json.loads(encode_event(Event("end"))) == {"type": "end"}
     for bad in (b"", b"{}", b'{"type": "smell"}', b'{"type": "text", "index": "x"}'):

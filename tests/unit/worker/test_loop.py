@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import resource
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +13,9 @@ from triton_omni.backends.connectors.base import INLINE_BYTES, WINDOW_CHUNKS
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.control.hub import Peer
 from triton_omni.backends.core.chunk import Chunk, Tensor
-from triton_omni.backends.core.engine import EngineChunk, EngineFinished, EngineOutput, EngineProgress, Run
+from triton_omni.backends.core.engine import EngineChunk, EngineFinished, EngineOutput
 from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.outputs import AudioPiece, TextPiece
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.toy.engines import SAMPLES_PER_FRAME, sine
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
@@ -403,7 +403,7 @@ def test_an_adapter_that_fails_ends_only_this_run(at):
     other = b.open(upstream=("frames",), wanted=("audio",))
     peer = b.producer("frames")
     wrong = Tensor.of("frames", np.zeros((3, 5), np.float32))
-    bad = Chunk(run, "frames", 0, False, (wrong,), {"token": 3})
+    bad = Chunk(run, "frames", 0, False, (wrong,), TextPiece(token_ids=(3,)))
     assert peer.put(bad)
     feeds(b, other, (0, 2, True))
     b.until(lambda: b.stub.of(msg.FailedMessage) and b.stub.of(msg.FinishedMessage))
@@ -452,7 +452,7 @@ class Scripted:
 
 def test_a_chunk_that_cannot_be_sent_fails_its_run_at_once(at):
     """#8082: a failed put is a failure of the request now, not of the worker and not at the deadline."""
-    b = at("tokens", Scripted(lambda runs: [EngineOutput(r, "text", meta={"odd": object()}) for r in runs[:1]]))
+    b = at("tokens", Scripted(lambda runs: [EngineOutput(r, TextPiece(object())) for r in runs[:1]]))
     bad, good = b.open(wanted=("text",)), b.open(wanted=("text",))
     b.until(lambda: b.stub.of(msg.FailedMessage))
     [end] = b.stub.of(msg.FailedMessage)
@@ -467,9 +467,9 @@ def test_a_chunk_for_which_there_is_no_descriptor_fails_its_run_alone(at):
 
     def too_much(runs):
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-        return [EngineOutput(runs[0], "text", (Tensor.of("x", np.zeros(INLINE_BYTES + 1, np.uint8)),))]
+        return [EngineOutput(runs[0], TextPiece("x"), (Tensor.of("x", np.zeros(INLINE_BYTES + 1, np.uint8)),))]
 
-    b = at("tokens", Scripted(*[lambda runs: ()] * 5, too_much, lambda runs: [EngineOutput(runs[1], "text")]))
+    b = at("tokens", Scripted(*[lambda runs: ()] * 5, too_much, lambda runs: [EngineOutput(runs[1], TextPiece("x"))]))
     bad, good = b.open(wanted=("text",)), b.open(wanted=("text",))
     try:
         b.until(lambda: b.stub.of(msg.FailedMessage))
@@ -483,11 +483,14 @@ def test_a_chunk_for_which_there_is_no_descriptor_fails_its_run_alone(at):
 
 def test_the_stub_hears_no_end_while_the_acceptance_waits_to_leave(at):
     """It would let go of the run; if the worker died then, nobody could tell the orchestrator."""
-    much = EngineProgress(Run(b"", "", GenerateRequest()), {"x": "x" * 30_000})
-    b = at(
-        "tokens",
-        Scripted(*[lambda runs: [replace(much, run=runs[0])] * 60] * 5, lambda runs: [EngineFinished(runs[1])]),
-    )
+
+    def flood(runs):
+        reply = b.worker.records[runs[0].id].reply
+        for _ in range(60):
+            reply.send(msg.PingMessage("x" * 30_000))
+        return ()
+
+    b = at("tokens", Scripted(*[flood] * 5, lambda runs: [EngineFinished(runs[1])]))
     slow = b.side("slow")
     try:
         del b.sides["slow"]  # it reads nothing for now
@@ -505,7 +508,7 @@ def test_the_stub_hears_no_end_while_the_acceptance_waits_to_leave(at):
 
 def test_late_events_of_the_engine_change_nothing(at):
     def late(runs):
-        output = EngineOutput(runs[0], "text", meta={"text": "late"})
+        output = EngineOutput(runs[0], TextPiece("late"))
         return [output, EngineChunk(runs[0]), EngineFinished(runs[0])]
 
     b = at("tokens", Scripted(lambda runs: [EngineFinished(runs[0], "stop")], late, late))
@@ -516,18 +519,21 @@ def test_late_events_of_the_engine_change_nothing(at):
 
 
 def test_an_output_nobody_wants_is_dropped(at):
-    b = at("tokens", Scripted(lambda runs: [EngineOutput(runs[0], "smell"), EngineFinished(runs[0])]))
+    b = at("tokens", Scripted(lambda runs: [EngineOutput(runs[0], AudioPiece(24_000, 0)), EngineFinished(runs[0])]))
     run = b.open(wanted=("text",))
     end_of(b, run)
     assert b.orchestrator.of(Chunk) == []
 
 
 def test_edges_that_the_engine_ended_itself_get_no_second_end(at):
-    b = at("tokens", Scripted(lambda runs: [EngineChunk(runs[0], meta={"a": 1}, last=True), EngineFinished(runs[0])]))
+    b = at(
+        "tokens",
+        Scripted(lambda runs: [EngineChunk(runs[0], piece=TextPiece("a"), last=True), EngineFinished(runs[0])]),
+    )
     consumer = b.side("consumer")
     run = b.open(consumers={"frames": consumer.hub.address})
     end_of(b, run)
-    assert [(c.index, c.last, c.meta) for c in consumer.of(Chunk)] == [(0, True, {"a": 1})]
+    assert [(c.index, c.last, c.piece) for c in consumer.of(Chunk)] == [(0, True, TextPiece("a"))]
 
 
 # --- losses --------------------------------------------------------------------------------------------------------
@@ -647,7 +653,7 @@ def test_a_direct_call_of_a_middle_stage_shows_its_chunks(at):
     b.until(lambda: b.stub.of(msg.FinishedMessage))
     got = b.stub.of(Chunk)
     assert {c.edge for c in got} == {"@"}
-    assert [c.meta.get("token") for c in got] == [0, 1, 2, None]
+    assert [c.piece and c.piece.token_ids for c in got] == [(0,), (1,), (2,), None]
     assert got[-1].last
     assert run in b.worker.records
 
@@ -670,7 +676,7 @@ def test_progress_goes_to_orchestrators_only(at):
     b = at("tokens")
     b.open(wanted=("text",), request=chat(2, tokens={"progress": True}))
     b.until(lambda: b.stub.of(msg.FinishedMessage))
-    assert [m.meta for m in b.orchestrator.of(msg.ProgressMessage)] == [{"made": 0}, {"made": 1}]
+    assert [m.done for m in b.orchestrator.of(msg.ProgressMessage)] == [0, 1]
     b.stub.got.clear()
     b.open(reply="", wanted=("text",), request=chat(2, tokens={"progress": True}))
     b.until(lambda: b.stub.of(msg.FinishedMessage))

@@ -10,6 +10,7 @@ import pytest
 from tests.kit.worker_harness import bench, chat
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.core.engine import EngineChunk, EngineOutput
+from triton_omni.backends.core.outputs import TextPiece
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 
@@ -43,7 +44,7 @@ class Counting:
             self.steps[run.id] += 1
             if self.steps[run.id] == STEPS and run.id in self.during:
                 self.during[run.id]()
-            events.append(EngineOutput(run, "text", meta={"text": "x"}))
+            events.append(EngineOutput(run, TextPiece("x")))
             events.append(EngineChunk(run))
         return events
 

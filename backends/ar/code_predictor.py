@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The predictor of residual codes: a small transformer that completes a frame whose first code is known.
+
+All runs of a step are one batch. The key-value cache holds one frame, is allocated once and written in place; a frame
+is a fixed sequence of passes without host synchronization, so that each batch size could be captured as a CUDA graph
+(not run on a GPU).
+
+Codes are drawn without generators: the noise of a code is a hash (splitmix64) of the run's seed, the frame's number,
+the book and the code. It has no state, so a run draws the same codes alone, in a batch and after a preemption, as far
+as its logits are the same. In float32 they are, to rounding; in bfloat16 the batch size may change a code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from triton_omni.backends.ar.rows import Draws
+
+GOLDEN = -0x61C8864680B583EB
+_MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+"""Constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as int64."""
+_FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+
+
+class ResidualSampling(NamedTuple):
+    """Residual codes are drawn at `temperature` from the best `top_k` codes, of those the first `top_p` of the mass."""
+
+    top_k: int
+    top_p: float
+    temperature: float = 1.0
+
+
+class DecoderLayer(nn.Module):
+    """One layer's weights, by transformers' names; query, key and value are fused, and gate and up."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        size: int = config.head_dim
+        self.qkv = _weight((heads + 2 * kv_heads) * size, hidden)
+        self.o_proj = _weight(hidden, heads * size)
+        self.gate_up = _weight(2 * config.intermediate_size, hidden)
+        self.down_proj = _weight(hidden, config.intermediate_size)
+        self.input_layernorm, self.post_attention_layernorm = _weight(hidden), _weight(hidden)
+        self.q_norm, self.k_norm = _weight(size), _weight(size)
+        self.rows = {
+            "q_proj": slice(0, heads * size),
+            "k_proj": slice(heads * size, (heads + kv_heads) * size),
+            "v_proj": slice((heads + kv_heads) * size, None),
+            "gate_proj": slice(0, config.intermediate_size),
+            "up_proj": slice(config.intermediate_size, None),
+        }
+        """Where the checkpoint's matrices lie in the fused ones."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy one of the checkpoint's matrices or vectors, by its transformers name."""
+        target: torch.Tensor = getattr(self, _FUSED.get(name, name))
+        target[self.rows.get(name, slice(None))].copy_(tensor)
+
+
+class CodePredictor(nn.Module):
+    """Residual codes of up to `max_runs` frames at once. Parameters load from transformers' names."""
+
+    def __init__(self, config: Any, input_size: int, max_runs: int, sampling: ResidualSampling) -> None:
+        """`config` is transformers' code predictor config; `input_size` the width of the talker's hidden rows."""
+        super().__init__()
+        assert input_size == config.hidden_size, "a predictor of another width needs a projection"
+        self.config = config
+        self.sampling = sampling
+        self.books: int = config.num_code_groups - 1
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = _weight(config.hidden_size)
+        self.heads = _weight(self.books, config.vocab_size, config.hidden_size)
+        self.embeddings = _weight(self.books, config.vocab_size, config.hidden_size)
+        cache = (config.num_hidden_layers, 2, max_runs, config.num_key_value_heads, self.books + 1, config.head_dim)
+        self.register_buffer("cache", torch.zeros(cache), persistent=False)
+        self.register_buffer("rotation", torch.empty(0), persistent=False)
+        self.cache: torch.Tensor
+        self.rotation: torch.Tensor
+        """(layers, 2, positions, heads, head size): see `_rotations`."""
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load all parameters from transformers' names; raises ValueError for an unknown or a missing name."""
+        expected = set(self.checkpoint_names())
+        for name, tensor in weights:
+            if name not in expected:
+                raise ValueError(f"the code predictor has no tensor '{name}'")
+            expected.remove(name)
+            self._load(name.split("."), tensor)
+        if expected:
+            raise ValueError(f"the code predictor lacks {len(expected)} tensors: {min(expected)} …")
+        self.rotation = self._rotations()
+        return {name for name, _ in self.named_parameters()}
+
+    def checkpoint_names(self) -> Iterable[str]:
+        """Names of all tensors as transformers saves them."""
+        for index in range(len(self.layers)):
+            layer = f"model.layers.{index}"
+            for matrix in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
+                yield f"{layer}.self_attn.{matrix}.weight"
+            yield from (f"{layer}.mlp.{matrix}.weight" for matrix in ("gate_proj", "up_proj", "down_proj"))
+            yield from (f"{layer}.{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm"))
+        yield "model.norm.weight"
+        for book in range(self.books):
+            yield f"lm_head.{book}.weight"
+            yield f"model.codec_embedding.{book}.weight"
+
+    def _load(self, name: list[str], tensor: torch.Tensor) -> None:
+        match name:
+            case ["model", "norm", _]:
+                self.norm.copy_(tensor)
+            case ["lm_head", book, _]:
+                self.heads[int(book)].copy_(tensor)
+            case ["model", "codec_embedding", book, _]:
+                self.embeddings[int(book)].copy_(tensor)
+            case _:
+                layer = self.layers[int(name[2])]
+                assert isinstance(layer, DecoderLayer)
+                layer.load(name[-2], tensor)
+
+    def _rotations(self) -> torch.Tensor:
+        """Rotary embedding and the weights of the query and key norms, as two factors: with x the normalized rows,
+        rotated = x * factor 0 + roll(x, half) * factor 1."""
+        config = self.config
+        theta: float = config.rope_parameters["rope_theta"]
+        size, half = config.head_dim, config.head_dim // 2
+        frequencies = theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
+        angles = torch.outer(torch.arange(self.books + 1, dtype=torch.float32), frequencies).repeat(1, 2)
+        sign = torch.ones(size)
+        sign[:half] = -1.0
+        factors: list[torch.Tensor] = []
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            norms = [layer.q_norm] * config.num_attention_heads + [layer.k_norm] * config.num_key_value_heads
+            weights = torch.stack(norms).float().cpu()
+            cos = angles.cos()[:, None] * weights
+            sin = angles.sin()[:, None] * weights.roll(half, -1) * sign
+            factors.append(torch.stack([cos, sin]))
+        return torch.stack(factors).to(self.norm.device, self.norm.dtype)
+
+    # --- frames -------------------------------------------------------------------------------------------------------
+    @torch.inference_mode()
+    def frame(
+        self, hidden: torch.Tensor, first: torch.Tensor, tokens: torch.Tensor, draws: Draws
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Complete one frame for each run.
+
+        hidden, first (runs, hidden): the talker's last hidden rows and the embedding of its `tokens` (runs,). Returns
+        codes (runs, books + 1) int64 with `tokens` in front, and their summed embedding (runs, hidden).
+        """
+        frame_keys = mix(draws.seeds ^ mix(draws.frames * GOLDEN))
+        codes, total = [tokens], first
+        rows, position = torch.stack([hidden, first], 1), 0
+        for book in range(self.books):
+            last = self._forward(rows, position)
+            position += rows.shape[1]
+            logits = F.linear(last, self.heads[book])
+            codes.append(draw(logits, mix(frame_keys + book), draws.greedy, self.sampling))
+            embedding = F.embedding(codes[-1], self.embeddings[book])
+            total = total + embedding
+            rows = embedding[:, None]
+        return torch.stack(codes, 1), total
+
+    def _forward(self, rows: torch.Tensor, position: int) -> torch.Tensor:
+        """Rows (runs, n, hidden) at `position` and on → the last one's final hidden row (runs, hidden)."""
+        config = self.config
+        runs, count, hidden = rows.shape
+        heads, kv_heads, size, eps = (
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps,
+        )  # fmt: skip
+        end = position + count
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            normed = F.rms_norm(rows, (hidden,), layer.input_layernorm, eps)
+            qkv = F.linear(normed, layer.qkv).view(runs, count, heads + 2 * kv_heads, size)
+            unit = F.rms_norm(qkv[:, :, : heads + kv_heads], (size,), None, eps)
+            cos, sin = self.rotation[index, 0, position:end], self.rotation[index, 1, position:end]
+            turned = torch.addcmul(unit * cos, unit.roll(size // 2, -1), sin).transpose(1, 2)
+            keys, values = self.cache[index, 0, :runs], self.cache[index, 1, :runs]
+            keys[:, :, position:end] = turned[:, heads:]
+            values[:, :, position:end] = qkv[:, :, heads + kv_heads :].transpose(1, 2)
+            attended = F.scaled_dot_product_attention(
+                turned[:, :heads], keys[:, :, :end], values[:, :, :end], is_causal=count > 1, enable_gqa=True
+            )
+            rows = rows + F.linear(attended.transpose(1, 2).reshape(runs, count, heads * size), layer.o_proj)
+            normed = F.rms_norm(rows, (hidden,), layer.post_attention_layernorm, eps)
+            gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
+            rows = rows + F.linear(F.silu(gate) * up, layer.down_proj)
+        return F.rms_norm(rows[:, -1], (hidden,), self.norm, eps)
+
+
+def draw(logits: torch.Tensor, keys: torch.Tensor, greedy: torch.Tensor, sampling: ResidualSampling) -> torch.Tensor:
+    """One code per row (runs,): the best where `greedy`, else drawn by an exponential race over the kept codes.
+
+    logits (runs, codes), keys (runs,) int64: one hash per row.
+    """
+    values, codes = logits.float().topk(min(sampling.top_k, logits.shape[-1]))
+    values = values / sampling.temperature
+    noise = -uniform(keys, codes).log()
+    scores = torch.where(greedy[:, None], values, kept(values, sampling.top_p) - noise.log())
+    return codes.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+
+
+def kept(values: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Logits (runs, codes), best first, with those behind the first `top_p` of the mass at -inf."""
+    if top_p >= 1.0:
+        return values
+    probabilities = values.softmax(-1)
+    return values.masked_fill(probabilities.cumsum(-1) - probabilities >= top_p, float("-inf"))
+
+
+def uniform(keys: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Uniform numbers in (0, 1), float32 (runs, codes), a hash of each row's key (runs,) and each code."""
+    bits = mix(keys[:, None] + (codes + 1) * GOLDEN)
+    return (((bits >> 40) & 0xFFFFFF).float() + 0.5) * 2.0**-24
+
+
+def mix(z: torch.Tensor) -> torch.Tensor:
+    """splitmix64's finalizer on int64. torch multiplies modulo 2**64; its >> is arithmetic, hence the masks."""
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX[0]
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX[1]
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+def _weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)

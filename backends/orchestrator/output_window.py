@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far ahead of its client a stream may send. Pure; decision 0011 has the reasons and the measurements.
+
+Triton takes every response at once, whether its client reads or not, so what waits for a slow client is memory of the
+server. A client that acknowledges says what it has read; any other client is assumed to read at a fixed pace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RESPONSE_BYTES = 2048
+"""Charged per response on top of its payload: the event, and Triton's and gRPC's objects around it."""
+JSON_EXPANSION = 5
+"""Bytes of JSON per byte of a tensor, as `/generate_stream` sends it."""
+MARKS = 8
+"""Acknowledgments asked for per window."""
+BURST = 0.5
+"""Share of the window that a client without acknowledgments is sent ahead of its pace."""
+PACE_S = 64.0
+"""Seconds in which such a client is assumed to read one window of text."""
+
+
+@dataclass(eq=False, slots=True)
+class OutputWindow:
+    """Bytes sent and not known to be read, at most `limit_bytes`; a single larger piece passes alone.
+
+    acknowledges  the client acknowledges what it has read
+    expansion     factor on the payload where Triton sends it as JSON text
+    sent_bytes    of all responses so far
+    read_bytes    of them that the client has read, as far as is known or assumed
+    marked_bytes  `sent_bytes` at the latest response that asked for an acknowledgment
+    """
+
+    limit_bytes: int
+    acknowledges: bool
+    expansion: int = 1
+    sent_bytes: int = 0
+    read_bytes: float = 0.0
+    marked_bytes: int = 0
+    _pace: float = 0.0
+    _paced_s: float | None = None
+    _window_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._window_bytes = self.limit_bytes
+        self._pace = self.limit_bytes / PACE_S
+        if not self.acknowledges:
+            self.limit_bytes = int(self.limit_bytes * BURST)
+
+    def has_room(self, nbytes: int) -> bool:
+        """True if a response of `nbytes` payload may leave now."""
+        unread = self.sent_bytes - self.read_bytes
+        small = unread < self.limit_bytes / MARKS  # above this an acknowledgment is under way
+        return small or unread + self._cost(nbytes) <= self.limit_bytes
+
+    def send(self, nbytes: int, playback_s: float = 0.0) -> bool:
+        """Count a response of `nbytes` payload; True if it has to ask for an acknowledgment."""
+        self.sent_bytes += self._cost(nbytes)
+        if nbytes:  # an image takes a second per window, audio its playing time
+            self._pace = max(self._pace, nbytes * self.expansion / playback_s if playback_s else self._window_bytes)
+        if not self.acknowledges or self.sent_bytes - self.marked_bytes < self.limit_bytes / MARKS:
+            return False
+        self.marked_bytes = self.sent_bytes
+        return True
+
+    def acknowledge(self, read_bytes: int) -> bool:
+        """The client has read the response that was marked with `read_bytes`; False if there is no such response."""
+        if not self.acknowledges or read_bytes > self.marked_bytes:
+            return False
+        self.read_bytes = max(self.read_bytes, read_bytes)
+        return True
+
+    def elapse(self, now_s: float) -> None:
+        """Let a client that does not acknowledge read at its pace up to `now_s`."""
+        if self._paced_s is not None:
+            self.read_bytes = min(self.sent_bytes, self.read_bytes + (now_s - self._paced_s) * self._pace)
+        self._paced_s = now_s
+
+    def _cost(self, nbytes: int) -> int:
+        return nbytes * self.expansion + RESPONSE_BYTES

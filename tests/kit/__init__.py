@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Harnesses, contracts, fakes and tiny models for tests and benchmarks."""

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The window of a stream: what may be sent ahead of a client, with and without acknowledgments."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from triton_omni.backends.orchestrator.output_window import BURST, MARKS, PACE_S, RESPONSE_BYTES, OutputWindow
+
+LIMIT = 1 << 20
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_sizes_never_exceed_the_window_and_never_stand_still(seed: int) -> None:
+    """The client reads in order and late; whatever is marked is acknowledged some time after it was read."""
+    rng = random.Random(seed)
+    window, marked, sent = OutputWindow(LIMIT, acknowledges=True), list[int](), 0
+    while sent < 3_000:
+        nbytes = rng.choice((0, 100, 5_000, LIMIT // 3, rng.randrange(3 * LIMIT)))
+        if window.has_room(nbytes) and rng.random() < 0.9:
+            alone = window.sent_bytes - window.read_bytes < LIMIT / MARKS
+            if window.send(nbytes):
+                marked.append(window.sent_bytes)
+            sent += 1
+            assert alone or window.sent_bytes - window.read_bytes <= LIMIT
+        elif marked:
+            assert window.acknowledge(marked.pop(rng.randrange(len(marked)) if rng.random() < 0.5 else 0))
+            marked = [count for count in marked if count > window.read_bytes]
+        else:
+            assert window.has_room(nbytes), "nothing is asked for, so nothing can come: it must be free to send"
+
+
+def test_marks_are_few() -> None:
+    window = OutputWindow(LIMIT, acknowledges=True)
+    asked = 0
+    for _ in range(10_000):
+        if window.send(1_000):
+            asked += 1
+            window.acknowledge(window.sent_bytes)
+    assert asked == pytest.approx(10_000 * (1_000 + RESPONSE_BYTES) / (LIMIT / MARKS), rel=0.05)
+
+
+def test_acknowledgments_of_what_was_not_marked_are_ignored() -> None:
+    window = OutputWindow(LIMIT, acknowledges=True)
+    assert not window.acknowledge(1)
+    while not window.send(1_000):
+        pass
+    assert not window.acknowledge(window.sent_bytes + 1)
+    assert window.acknowledge(window.sent_bytes) and window.acknowledge(5)
+    assert window.read_bytes == window.sent_bytes, "an older one takes nothing back"
+    assert not OutputWindow(LIMIT, acknowledges=False).acknowledge(0)
+
+
+def send_all(window: OutputWindow, nbytes: int, playback_s: float, seconds: float) -> int:
+    """Responses that leave within a time, if there are always more."""
+    count, now_s = 0, 0.0
+    while now_s <= seconds:
+        window.elapse(now_s)
+        while window.has_room(nbytes):
+            window.send(nbytes, playback_s)
+            count += 1
+        now_s += 0.1
+    return count
+
+
+def test_text_without_acknowledgments_is_paced() -> None:
+    count = send_all(OutputWindow(LIMIT, acknowledges=False), 0, 0.0, 60)
+    assert count * RESPONSE_BYTES == pytest.approx(LIMIT * (BURST + 60 / PACE_S), rel=0.02)
+
+
+@pytest.mark.parametrize("expansion", [1, 5])
+def test_audio_without_acknowledgments_keeps_up_with_its_playing(expansion: int) -> None:
+    piece_s = 0.3
+    window = OutputWindow(LIMIT, acknowledges=False, expansion=expansion)
+    count = send_all(window, int(24_000 * 4 * piece_s), piece_s, 60)
+    assert 0.9 * 60 <= count * piece_s <= 1.2 * 60 + LIMIT / 96_000
+
+
+def test_images_without_acknowledgments_do_not_wait_for_long() -> None:
+    image = 3 * 1024 * 1024
+    assert send_all(OutputWindow(8 * LIMIT, acknowledges=False), image, 0.0, 3) >= 6
