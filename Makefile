@@ -68,8 +68,9 @@ test-gpu: ## tests that need a CUDA device; makes the engine environment for it
 	@$(MAKE) --no-print-directory setup EXTRAS=cuda,client,dev
 	@$(PYTEST) -m gpu $(TESTS)
 
-repository: ## write the model repositories from pipelines and deploy.yaml
+repository: ## write the model repositories and the tables of docs/wire.md
 	@$(CLI) repository --platform cpu --out model_repository
+	@$(ENGINE)/python tools/wire_tables.py
 
 perf: setup ## perf_analyzer on toy and chat beside their engines in one process; tables in out/perf
 	@$(ENGINE)/python -m perf.analyze --out out/perf $(PERF_ARGS)

@@ -4,17 +4,22 @@
 Public model (named after its pipeline), decoupled:
 
     inputs, all optional, at least `request` or `text_input` must be there
-      request      BYTES [1]        a GenerateRequest as JSON
-      text_input   BYTES [1]        short form: one user message (or the text to speak, the picture to draw)
-      stream       BOOL  [1]        false: exactly one response; default is the request's own `stream`
-      audio        FP32  [samples]  mono samples in -1..1; message parts of type "audio" are slices of it
-      image        UINT8 [bytes]    RGB pixels; message parts of type "image" are slices with a shape
-      video        UINT8 [bytes]    RGB frames; message parts of type "video" are slices with a shape
+      request      BYTES [1]        a `GenerateRequest` as JSON, see below
+      text_input   BYTES [1]        short form: one user message, or the text to speak or draw (`operation`); options
+                                    are request parameters
+      stream       BOOL  [1]        false: exactly one response, with everything joined; not sent: the request's own
+                                    `stream`, and false with `text_input`
+      audio        FP32  [samples]  mono samples in -1..1; message parts of type `audio` are slices of it
+      image        UINT8 [bytes]    RGB pixels, row by row; message parts of type `image` are slices with a shape
+      video        UINT8 [bytes]    RGB frames; message parts of type `video` are slices with a shape
     outputs, each response carries `event` and what the event is about
-      event        BYTES [1]        an Event as JSON
-      text_output  BYTES [1]        text: the delta (stream) or the whole (stream=false)
+      event        BYTES [1]        an `Event` as JSON, see below
+      text_output  BYTES [1]        text: what is new (stream), or the whole (`stream` false, with the end)
       audio        FP32  [samples]  mono samples in -1..1 at the piece's `sample_rate`
-      image        UINT8 [h, w, 3]  RGB pixels
+      image        UINT8 [h, w, 3]  RGB pixels: height, width, 3
+    input of stage models, of the orchestrator alone
+      open         UINT8 [bytes]    a control `OpenMessage`; answered at once by an empty response, FINAL comes when the
+                                    run has ended
 
 The short form takes its options as Triton request parameters, named as in `SHORT_FORM`; that is what
 `/v2/models/<pipeline>/generate` and `/generate_stream` do with unknown JSON keys.
@@ -24,12 +29,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from triton_omni.backends.core.errors import BadRequest, OmniError, from_line
 from triton_omni.backends.core.generate import (
+    WIRE_VERSION,
     Deadlines,
     GenerateRequest,
     ImageParams,
@@ -53,6 +59,7 @@ from triton_omni.backends.core.outputs import (
     TranscriptPiece,
     WordTime,
 )
+from triton_omni.backends.core.responses import Event, PipelineStatus, Progress, RequestStatus, StageStatus
 
 __all__ = [
     "AUDIO",
@@ -103,114 +110,11 @@ __all__ = [
     "with_stream",
 ]  # fmt: skip
 
-WIRE_VERSION = 3
-
 REQUEST, TEXT_INPUT, STREAM = "request", "text_input", "stream"
 EVENT, TEXT_OUTPUT = "event", "text_output"
 AUDIO, IMAGE, VIDEO = "audio", "image", "video"
 OPEN = "open"
 """Input of a stage model that only the orchestrator sets: a control Open message, UINT8 [bytes]."""
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """How far a stage without output has come, in a unit of its own: denoising steps, seconds of audio."""
-
-    done: float
-    total: float
-
-
-class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The instances of one stage. `state` is that of the best one, "missing" if there is none.
-
-    live     runs of this pipeline in the stage
-    ready_s  seconds its worker took to become ready
-    """
-
-    state: str = "missing"
-    instances: int = 0
-    ready: int = 0
-    restarts: int = 0
-    worker_pids: tuple[int, ...] = ()
-    stub_pids: tuple[int, ...] = ()
-    ready_s: float = 0.0
-    live: int = 0
-
-
-class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that is not finished yet.
-
-    phase   "waiting", "opening", "answering" or "ending"
-    stages  stages whose runs are open
-    pieces  output → pieces sent
-    """
-
-    id: str
-    operation: str
-    age_s: float
-    phase: str
-    stages: tuple[str, ...]
-    pieces: dict[str, int]
-
-
-class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to the operations `health` and `requests`.
-
-    version   WIRE_VERSION of the server
-    ready     every stage has a ready instance, and runs can be opened
-    live      requests admitted; `queued` wait for admission
-    params    typed parameters that the stages take: "image", "speech.voice", …
-    about     facts about the model: voices, sample rate, …
-    requests  the oldest 100, for operation `requests`
-    """
-
-    pipeline: str
-    version: int
-    ready: bool
-    stages: dict[str, StageStatus]
-    live: int
-    queued: int
-    operations: tuple[str, ...]
-    params: tuple[str, ...] = ()
-    about: dict[str, Any] = {}
-    requests: tuple[RequestStatus, ...] = ()
-
-
-class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One response of the public model.
-
-    type           what this response carries; "end" is the last one and arrives together with Triton's FINAL flag
-    output, stage  the output ("text", "transcript", "audio", "image") and the stage it came from; on "end" those of the
-                   request's own final output; "chunk" is what a directly called stage sends its consumers
-    index          counts the responses of one output from 0
-    piece          what the response carries, if it carries a piece of an output
-    progress       of "progress"
-    joined         on the "end" of a request with stream=false: output → all its pieces as one
-    counts         beside `joined`: output → number of pieces
-    status         of "health"
-    aborted        on the "end" of operation "abort": requests that were ended
-    outcome        "completed" or "cancelled" (a failure is a Triton error response instead)
-    finish_reason  "stop", "length", "tool_calls" or "abort"
-    usage          counts: prompt_tokens, completion_tokens, audio_samples, images, …
-    timings        seconds since arrival: queue_s, first_<output>_s, total_s
-    acknowledge    token: a client that acknowledges sends it back as `target` once it has read this response
-    """
-
-    type: Literal["text", "transcript", "audio", "image", "chunk", "progress", "accepted", "end", "health"]
-    request_id: str = ""
-    output: str = ""
-    stage: str = ""
-    index: int = 0
-    piece: OutputPiece | None = None
-    progress: Progress | None = None
-    joined: dict[str, OutputPiece] = {}
-    counts: dict[str, int] = {}
-    status: PipelineStatus | None = None
-    aborted: int | None = None
-    outcome: str = ""
-    finish_reason: str = ""
-    usage: dict[str, float] = {}
-    timings: dict[str, float] = {}
-    acknowledge: str = ""
 
 
 _event_decoder = msgspec.json.Decoder(Event)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from tritonclient.grpc import InferInput, InferResult
 
@@ -45,6 +46,7 @@ class Piece:
 
 def inputs_of(request: GenerateRequest, media: Mapping[str, np.ndarray]) -> list[InferInput]:
     """A request and its media as inputs of the public model. Raises ValueError for media of a wrong type."""
+    request = msgspec.structs.replace(request, version=wire.WIRE_VERSION)
     inputs = [_input(wire.REQUEST, np.array([wire.encode_request(request)], dtype=np.object_), "BYTES")]
     for name, data in media.items():
         if name not in _MEDIA_TYPES:

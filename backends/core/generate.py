@@ -13,16 +13,24 @@ from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.hints import blamed, nearest_key
 
 MAX_REQUEST_ID_CHARS = 256
+WIRE_VERSION = 3
+"""Changes with every incompatible change of what docs/wire.md describes."""
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Part(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One piece of a message: text, or a slice of the request's media tensor of the same name as `type`.
 
-    For audio `offset` and `length` count samples; for image and video they count bytes and `shape` is the
-    slice's shape. `fps` says how many pictures of a video stand for a second, 0 leaves it to the model; audio with
-    `in_video` is the sound of the video part right before it. An image of height, width is a mask:
-    128 and more where an edit may change the picture.
+    type         a kind that the pipeline does not take is refused (`about.media` of `health` lists them)
+    text         the text of a text part
+    offset       where the slice starts in the tensor of the same name: samples (audio) or bytes; slices do not overlap
+    length       audio: number of samples
+    sample_rate  audio: samples per second; needed; most pipelines take 4,000 to 192,000
+    shape        image, video: the slice's shape, all sizes positive; an image of height, width is the mask of an
+                 `edit`, 128 and more where the image may change
+    fps          video: images per second; 0 or not sent: what the model assumes. One value for all videos of a
+                 request
+    in_video     audio: it is the audio track of the video part right before it, to be read together with it
     """
 
     type: Literal["text", "audio", "image", "video"]
@@ -36,7 +44,14 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One turn of a chat."""
+    """One turn of a chat.
+
+    role          who speaks
+    content       text, or a list of `Part`
+    name          name of the speaker
+    tool_call_id  the call that a `tool` message answers
+    tool_calls    calls an `assistant` message made
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | tuple[Part, ...] = ""
@@ -51,7 +66,25 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How tokens are chosen; None means the stage's deploy default."""
+    """How tokens are chosen; None means the stage's deploy default.
+
+    max_tokens          at most the model's context; what does not fit after the prompt is cut
+    temperature         0 is greedy
+    top_p               smallest set of tokens with this probability
+    top_k               -1 or 0: off
+    min_p               least probability, relative to the best token's
+    seed                same seed, same tokens
+    stop                texts that end the output
+    repetition_penalty  1 is none
+    frequency_penalty   per earlier use of a token
+    presence_penalty    once for a token that was used
+    logit_bias          token id (as text) → bias
+    logprobs            how many of the best tokens to report
+    ignore_eos          go on until `max_tokens`
+    json_schema         the text must be JSON of this schema; up to 64 Ki characters, 500 properties of an object (40
+                        where `minProperties` or `maxProperties` counts them), lengths of 100,000, patterns that repeat
+                        1000 parts (the same for `tools` that must be called)
+    """
 
     max_tokens: PositiveInt | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
@@ -70,7 +103,14 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
 
 
 class Deadlines(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Time bounds in seconds; 0 disables one, None takes the deploy value."""
+    """Time bounds in seconds; 0 disables one, None takes the deploy value.
+
+    queue_s         longest wait for admission (place in the error: `queue`)
+    first_output_s  from admission to the first piece of output (place in the error: `first output of <stage>`)
+    stall_s         longest silence, of the request after its first output and of any edge and of a client that
+                    acknowledges (place in the error: `<stage>-><stage>`, `stall of <stage>` for the last one, `client`)
+    total_s         from arrival to end (place in the error: `total`)
+    """
 
     queue_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     first_output_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
@@ -87,15 +127,18 @@ class Deadlines(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 class ImageParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How images are made; None means the stage's deploy default.
 
-    width, height    pixels
+    width            pixels
+    height           pixels
     steps            denoising steps
     guidance_scale   for guidance-distilled models; reported as not applied by others
     true_cfg_scale   classifier-free guidance against the negative prompt; 1 or less switches it off
-    seed             overrides `sampling.seed`
+    negative_prompt  what should not be in the image
+    seed             overrides `sampling.seed`; same seed, same image
     n                images per request
     partial_images   exact previews, evenly spread over the steps
     preview_every    approximate previews instead, one per this many steps
-    lora, lora_scale an adapter of the deploy file and its strength; "" selects none
+    lora             an adapter of the deploy file; empty: none
+    lora_scale       strength of the adapter
     step_cache       skip parts of steps where little changes; approximate, and the run is not batched
     """
 
@@ -117,7 +160,9 @@ class ImageParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 class SpeechParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How the audio output is spoken; None means the pipeline's default.
 
-    speed         speaking rate, relative to normal
+    voice         one of the pipeline's voices
+    language      one of the pipeline's languages
+    speed         speaking rate; 1 is normal
     instructions  how to speak, in words
     """
 
@@ -128,7 +173,11 @@ class SpeechParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 
 class TranscriptionParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How audio is transcribed. `word_timestamps` adds the times of single words to every segment."""
+    """How audio is transcribed. `word_timestamps` adds the times of single words to every segment.
+
+    language         language of the audio
+    word_timestamps  also the start and end of every word
+    """
 
     language: str | None = None
     word_timestamps: bool = False
@@ -137,16 +186,28 @@ class TranscriptionParams(msgspec.Struct, frozen=True, omit_defaults=True, forbi
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One client call to a pipeline. Unknown keys are refused, so a typo never passes silently.
 
-    operation   what to do: one of the pipeline's operations ("chat", "speech", "transcription", "image",
-                "edit"), or "health", "requests", "abort" or "acknowledge"
-    messages    the chat so far (operation "chat"); pictures, perhaps a mask, and text (operation "edit")
-    input       the text to speak or the picture's description (operations "speech" and "image")
-    modalities  outputs wanted ("text", "audio", "image"); empty means the operation's default
-    image, speech, transcription  parameters of one kind of output, for the stages that declare to take them
-    tool_choice "auto", "required", or the name of the one function to call
-    stages      options for single stages, by stage name; each stage knows its own keys
-    target      the request id to end (operation "abort"), or the token of the event that was read ("acknowledge")
-    acknowledge  the client of this stream acknowledges what it has read when an event asks for it
+    operation      one of the pipeline's operations (`chat`, `speech`, `transcription`, `image`, `edit`), or `health`,
+                   `requests`, `abort` or `acknowledge`
+    messages       the chat so far, see `Message`; for `edit` its last user message has the images, perhaps a mask,
+                   and the text
+    input          the text to speak or the description of the image (`speech`, `image`)
+    modalities     outputs wanted: `text`, `transcript`, `audio`, `image`; only stages that lead to one of them are
+                   opened
+    sampling       how tokens are chosen, see `Sampling`
+    image          how images are made, see `ImageParams`
+    speech         how the audio output is spoken, see `SpeechParams`
+    transcription  how audio is transcribed, see `TranscriptionParams`
+    tools          function tools, as OpenAI describes them
+    tool_choice    `auto`: the model decides; `required`: one call or more and no other text; else the name of the one
+                   function to call
+    stages         options for single stages by stage name; each stage knows its own keys
+    deadlines      see `Deadlines`
+    priority       the higher waits less for admission
+    stream         false: exactly one response
+    target         operation `abort`: every request with this id is ended; answered by an `end` with `aborted`.
+                   Operation `acknowledge`: the token of the event that was read
+    acknowledge    this client acknowledges what it has read of the stream when an event asks for it ("Slow clients")
+    version        WIRE_VERSION that the client was written for; 0 is not said
     """
 
     operation: str = "chat"
@@ -165,6 +226,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     stream: bool = True
     target: str = ""
     acknowledge: bool = False
+    version: int = 0
 
     def media(self) -> frozenset[str]:
         """Kinds of media the messages refer to ("audio", "image", "video")."""
@@ -185,12 +247,15 @@ _encoder = msgspec.json.Encoder()
 def decode_request(data: bytes) -> GenerateRequest:
     """Request from JSON bytes; raises BadRequest naming the field."""
     try:
-        return _decoder.decode(data)
+        request = _decoder.decode(data)
     except msgspec.ValidationError as error:
         message, field = blamed(error)
         raise BadRequest(message, field or "request") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"not valid JSON: {error}", "request") from None
+    if request.version not in (0, WIRE_VERSION):
+        raise BadRequest(f"wire version must be {WIRE_VERSION} (got {request.version})", "version")
+    return request
 
 
 def stage_options(given: Mapping[str, Any], kind: type[Options], stage: str) -> Options:

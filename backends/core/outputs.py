@@ -17,7 +17,12 @@ PieceKind = Literal["text", "transcript", "audio", "image"]
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """A complete function call. `arguments` is the text of a JSON object."""
+    """A complete function call. `arguments` is the text of a JSON object.
+
+    id         made by the server
+    name       of the function
+    arguments  text of a JSON object
+    """
 
     id: str
     name: str
@@ -25,7 +30,12 @@ class FunctionCall(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A token that was considered, and its log-probability."""
+    """A token that was considered, and its log-probability.
+
+    token_id  of the vocabulary
+    token     its text
+    logprob   natural logarithm of its probability
+    """
 
     token_id: int
     token: str
@@ -33,7 +43,13 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token that was chosen. `top` holds the most probable candidates, best first."""
+    """A token that was chosen. `top` holds the most probable candidates, best first.
+
+    token_id  of the chosen token
+    token     its text
+    logprob   natural logarithm of its probability
+    top       the most probable candidates, best first
+    """
 
     token_id: int
     token: str
@@ -42,14 +58,19 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class WordTime(msgspec.Struct, frozen=True):
-    """A spoken word and when it was said, in seconds of all the audio."""
+    """A spoken word and when it was said, in seconds of all the audio.
+
+    word     its text
+    start_s  start, in seconds of all the audio
+    end_s    end, in seconds of all the audio
+    """
 
     word: str
     start_s: float
     end_s: float
 
 
-class PieceBase(msgspec.Struct, frozen=True, omit_defaults=True):
+class PieceBase(msgspec.Struct, frozen=True):
     """What all kinds of pieces have in common."""
 
     kind: ClassVar[PieceKind] = "text"
@@ -71,7 +92,13 @@ class PieceBase(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TextPiece(PieceBase, frozen=True, omit_defaults=True, tag="text"):
-    """New text of a language model, and the tokens it was decoded from."""
+    """New text of a language model, and the tokens it was decoded from.
+
+    text        what is new; also in `text_output`
+    token_ids   tokens it was decoded from
+    logprobs    one per token, if the request asked for them
+    tool_calls  function calls that are complete now
+    """
 
     kind: ClassVar[PieceKind] = "text"
 
@@ -93,8 +120,12 @@ class TextPiece(PieceBase, frozen=True, omit_defaults=True, tag="text"):
         )
 
 
-class AudioPiece(PieceBase, frozen=True, omit_defaults=True, tag="audio"):
-    """Audio that follows on the piece before. The tensor `audio` is float32 [samples], mono, in -1..1."""
+class AudioPiece(PieceBase, frozen=True, tag="audio"):
+    """Audio that follows on the piece before. The tensor `audio` is float32 [samples], mono, in -1..1.
+
+    sample_rate  samples per second
+    samples      number of samples in the tensor `audio`
+    """
 
     kind: ClassVar[PieceKind] = "audio"
 
@@ -113,16 +144,20 @@ class AudioPiece(PieceBase, frozen=True, omit_defaults=True, tag="audio"):
         return cls(pieces[0].sample_rate, sum(piece.samples for piece in pieces)) if pieces else None
 
 
-class ImagePiece(PieceBase, frozen=True, omit_defaults=True, tag="image"):
+class ImagePiece(PieceBase, frozen=True, tag="image"):
     """One image, or a preview of it. The tensor `image` is uint8 [height, width, 3], RGB.
 
-    index                 which image of the request, from 0
-    partial               a preview; `partial_image_index` counts those of one image, `preview` is "fast" if approximate
-    step, steps           denoising steps done, and in all
-    seed                  the seed that gives this image again
-    cfg_applied           classifier-free guidance was used
+    index                   which image of the request, from 0
+    partial                 a preview, which a later image replaces
+    partial_image_index     counts the previews of one image from 0
+    preview                 `fast` if the preview is approximate
+    step                    denoising steps done
+    steps                   denoising steps in all
+    seed                    the seed that gives this image again
+    cfg_applied             classifier-free guidance was used
     guidance_scale_applied  false: a guidance scale was sent and the model has no use for it
-    lora, step_cache      what the request chose
+    lora                    adapter that the request chose
+    step_cache              steps were cached, as the request chose
     """
 
     kind: ClassVar[PieceKind] = "image"
@@ -151,11 +186,15 @@ class ImagePiece(PieceBase, frozen=True, omit_defaults=True, tag="image"):
         return pieces[-1] if pieces else None
 
 
-class TranscriptPiece(PieceBase, frozen=True, omit_defaults=True, tag="transcript"):
+class TranscriptPiece(PieceBase, frozen=True, tag="transcript"):
     """A segment of transcribed audio, in seconds of all the audio.
 
-    part   number of the audio part, for a consumer stage that takes the transcripts of the parts one by one
-    words  only if the request asked for `word_timestamps`
+    text      of the segment; also in `text_output`
+    start_s   start, in seconds of all the audio
+    end_s     end, in seconds of all the audio
+    language  of the audio
+    words     only with `transcription.word_timestamps`
+    part      number of the audio part, for a consumer stage that takes the transcripts of the parts one by one
     """
 
     kind: ClassVar[PieceKind] = "transcript"

@@ -10,7 +10,19 @@ import pytest
 
 from triton_omni.backends import wire
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.wire import AudioPiece, Event, decode_event, encode_event, short_form, with_stream
+from triton_omni.backends.wire import (
+    WIRE_VERSION,
+    AudioPiece,
+    Event,
+    GenerateRequest,
+    ImagePiece,
+    decode_event,
+    decode_request,
+    encode_event,
+    encode_request,
+    short_form,
+    with_stream,
+)
 
 
 def test_events_round_trip_and_leave_out_what_is_empty():
@@ -118,3 +130,16 @@ def test_exported_names_exist():
 def test_with_stream_changes_nothing_else():
     request = short_form("x", {"seed": 3}, True)
     assert with_stream(with_stream(request, False), True) == request
+
+
+def test_a_request_of_another_wire_version_is_refused_by_name():
+    assert decode_request(encode_request(GenerateRequest(version=WIRE_VERSION))).version == WIRE_VERSION
+    with pytest.raises(BadRequest, match=rf"wire version must be {WIRE_VERSION} \(got 2\)") as caught:
+        decode_request(b'{"version": 2}')
+    assert caught.value.where == "version"
+
+
+def test_a_first_piece_has_its_index():
+    assert json.loads(encode_event(Event("image", index=0, piece=ImagePiece())))["index"] == 0
+    assert json.loads(encode_event(Event("image", index=0, piece=ImagePiece())))["piece"]["index"] == 0
+    assert "index" not in json.loads(encode_event(Event("progress")))

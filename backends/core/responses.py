@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client's call is answered with: events, and the statuses they carry.
+
+Types of events, and what they come with:
+
+    text        with `text_output`: a piece of the text output, see `TextPiece`
+    transcript  with `text_output`: a segment of transcribed audio, see `TranscriptPiece`
+    audio       with `audio`: a piece of the audio output, see `AudioPiece`
+    image       with `image`: an image or a preview of it, see `ImagePiece`
+    chunk       what a directly called stage sends its consumers, with the stage's tensors
+    progress    a stage that has no output yet is alive, see `Progress`
+    accepted    sent once, 1 s after the arrival of a stream without `acknowledge` that has had no other response: from
+                then on Triton notices when the client of `/generate_stream` leaves
+    end         the last response, with `stream` false it has all outputs; Triton's FINAL flag comes with it
+    health      answer to the operations `health` and `requests`, and the only response; see `PipelineStatus`
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from triton_omni.backends.core.outputs import OutputPiece
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far a stage without output has come, in a unit of its own: denoising steps, seconds of audio.
+
+    done   how far the stage is
+    total  where it ends; 0 is unknown
+    """
+
+    done: float
+    total: float
+
+
+class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The instances of one stage. `state` is that of the best one, "missing" if there is none.
+
+    state        of the best instance: `ready`, `starting`, `restarting`, `stuck`, `gave_up`; `missing` if there is none
+    instances    number of instances
+    ready        of them ready
+    restarts     worker restarts of all instances
+    worker_pids  processes of the workers
+    stub_pids    processes of the stubs
+    ready_s      seconds its worker took to become ready
+    live         runs of this pipeline in the stage
+    """
+
+    state: str = "missing"
+    instances: int = 0
+    ready: int = 0
+    restarts: int = 0
+    worker_pids: tuple[int, ...] = ()
+    stub_pids: tuple[int, ...] = ()
+    ready_s: float = 0.0
+    live: int = 0
+
+
+class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One request that is not finished yet.
+
+    id         request id
+    operation  its operation
+    age_s      seconds since arrival
+    phase      `waiting`, `opening`, `answering` or `ending`
+    stages     stages whose runs are open
+    pieces     output → pieces sent
+    """
+
+    id: str
+    operation: str
+    age_s: float
+    phase: str
+    stages: tuple[str, ...]
+    pieces: dict[str, int]
+
+
+class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to the operations `health` and `requests`.
+
+    pipeline    name
+    version     WIRE_VERSION of the server
+    ready       every stage has a ready instance, and runs can be opened
+    stages      by stage name
+    live        requests admitted
+    queued      requests waiting for admission
+    operations  operations of the pipeline
+    params      typed parameters that its stages take: `image` (all of them), `speech.voice`, …
+    about       facts about the model: voices, sample rate, kinds of media, …
+    requests    for operation `requests`: the oldest 100
+    """
+
+    pipeline: str
+    version: int
+    ready: bool
+    stages: dict[str, StageStatus]
+    live: int
+    queued: int
+    operations: tuple[str, ...]
+    params: tuple[str, ...] = ()
+    about: dict[str, Any] = {}
+    requests: tuple[RequestStatus, ...] = ()
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One response of the public model.
+
+    type           see above
+    request_id     the client's request id, or the one made for it
+    output         `text`, `transcript`, `audio` or `image`; on `end` the request's own final output
+    stage          the stage it came from; on `end` the stage of the final output
+    index          counts the responses of one output from 0; on `end` the number of all pieces
+    piece          what the response carries of an output; its `type` is the event's
+    progress       `done` and `total` in a unit of the stage: denoising steps, seconds of audio; `total` 0 is unknown
+    joined         on `end` with `stream` false: output → all its pieces as one piece
+    counts         beside `joined`: output → number of pieces
+    status         on `health`: see `PipelineStatus`
+    aborted        on the `end` of operation `abort`: number of requests that were ended
+    outcome        on `end`: `completed` or `cancelled`; a failure is a Triton error instead
+    finish_reason  on `end`: `stop`, `length`, `tool_calls` or `abort`
+    usage          on `end`: counts, such as `prompt_tokens`, `prompt_audio_tokens` (those of the prompt that stand for
+                   transcribed audio), `completion_tokens`, `audio_input_s`, `audio_frames`, `audio_samples`, `images`,
+                   `preemptions` (how often an engine short of memory restarted a run); after an abort, what
+                   stages that were still running had delivered
+    timings        on `end`: seconds since arrival: `queue_s`, `first_<output>_s`, `total_s`
+    acknowledge    a token, only in streams whose request has `acknowledge` set: sent back once the response was read
+                   ("Slow clients")
+    """
+
+    type: Literal["text", "transcript", "audio", "image", "chunk", "progress", "accepted", "end", "health"]
+    request_id: str = ""
+    output: str = ""
+    stage: str = ""
+    index: int | None = None
+    piece: OutputPiece | None = None
+    progress: Progress | None = None
+    joined: dict[str, OutputPiece] = {}
+    counts: dict[str, int] = {}
+    status: PipelineStatus | None = None
+    aborted: int | None = None
+    outcome: str = ""
+    finish_reason: str = ""
+    usage: dict[str, float] = {}
+    timings: dict[str, float] = {}
+    acknowledge: str = ""
