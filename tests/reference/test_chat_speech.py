@@ -86,7 +86,7 @@ def speak(talker: TalkerEngine, code2wav: CodecEngine, text: str) -> np.ndarray:
     return drive.audio(drive.run_with(code2wav, drive.new_run(upstream={"talker"}), [*chunks, drive.codes_chunk(None)]))
 
 
-def hear(transcriber: TranscriberEngine, sounds: list[np.ndarray], rate_hz: int = SAMPLE_RATE_HZ) -> list[str]:
+def transcribe(transcriber: TranscriberEngine, sounds: list[np.ndarray], rate_hz: int = SAMPLE_RATE_HZ) -> list[str]:
     """What is understood of each sound, all sent as the audio parts of one request."""
     offsets = np.cumsum([0, *map(len, sounds)])
     parts = tuple(
@@ -125,7 +125,7 @@ def test_spoken_sentences_are_understood(
     began_s = clock()
     sounds = [speak(talker, code2wav, sentence) for sentence in SENTENCES]
     spoke_s, began_s = clock() - began_s, clock()
-    heard = hear(transcriber, sounds)
+    heard = transcribe(transcriber, sounds)
     heard_s = clock() - began_s
     seconds = sum(map(len, sounds)) / SAMPLE_RATE_HZ
     errors = [word_errors(words(said), words(got)) for said, got in zip(SENTENCES, heard, strict=True)]
@@ -175,7 +175,7 @@ def test_recordings_are_understood(transcriber: TranscriberEngine) -> None:
     fox, rate_hz = recording("quick_brown_fox")
     hello, same_hz = recording("hello_world")
     assert rate_hz == same_hz
-    heard = hear(transcriber, [fox, hello], rate_hz)
+    heard = transcribe(transcriber, [fox, hello], rate_hz)
     assert words(heard[0]) == ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
     assert "hello" in words(heard[1])
 
@@ -241,5 +241,5 @@ def timed_words(transcriber: TranscriberEngine, sound: np.ndarray, rate_hz: int 
 
 
 def test_counting_is_understood(transcriber: TranscriberEngine) -> None:
-    (heard,) = hear(transcriber, [recording("counting")[0]], recording("counting")[1])
+    (heard,) = transcribe(transcriber, [recording("counting")[0]], recording("counting")[1])
     assert re.sub(r"\D", "", heard) == "12345678910", heard  # Whisper writes digits

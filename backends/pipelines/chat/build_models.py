@@ -37,7 +37,7 @@ class Model:
 
 MODELS = (
     Model("smollm2-135m-instruct", smollm2.GGUF, 1, smollm2.build),
-    Model("whisper-tiny-en", whisper.MODEL_BIN, 2, whisper.build),
+    Model("whisper-tiny-en", whisper.MODEL_BIN, 3, whisper.build),
     Model("hibari-rvq", codebooks.NETWORK, 1, codebooks.build),
 )
 

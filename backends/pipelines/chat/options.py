@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -27,10 +27,17 @@ class Code2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TranscriberOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """model: folder of a Whisper checkpoint; max_audio_s: longest audio of a request, all parts together."""
+    """Options of the transcriber.
+
+    model         folder of a Whisper model in CTranslate2's format
+    threads       of one encoder or decoder pass
+    compute_type  CTranslate2's: what the weights are computed in
+    max_audio_s   longest audio of a request, all parts together
+    """
 
     model: str
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
+    compute_type: Literal["float32", "float16", "bfloat16", "int8", "int8_float16", "int8_bfloat16"] = "int8"
     max_audio_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 
 

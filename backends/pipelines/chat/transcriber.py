@@ -15,48 +15,57 @@ from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFin
 from triton_omni.backends.core.generate import with_stage_options
 from triton_omni.backends.core.outputs import TranscriptPiece, WordTime
 from triton_omni.backends.core.pipeline import EngineContext
-from triton_omni.backends.pipelines.chat.ear import Ear, Segment, WhisperEar
+from triton_omni.backends.pipelines.chat.audio_windows import SAMPLE_RATE_HZ, Clip, clips_of
 from triton_omni.backends.pipelines.chat.options import TranscriberOptions, model_folder, read_options
-from triton_omni.backends.pipelines.chat.sound import SAMPLE_RATE_HZ, WINDOW_SAMPLES, Clip, clips_of, windows
+from triton_omni.backends.pipelines.chat.transcription import Segment, Transcriber, WindowTranscript
+from triton_omni.backends.pipelines.chat.transcription_model import WhisperModel
 
 OUTPUT = TranscriptPiece.kind
 """Name of the output for clients."""
 LANGUAGE = "english"
+NO_SAMPLES = np.zeros(0, np.float32)
 
 
 @dataclass(eq=False, slots=True)
-class Hearing:
-    """State of one run: parts not begun, windows left of the one begun, and what was heard in it."""
+class TranscriberRunState:
+    """State of one run.
+
+    clips      audio parts that are not begun
+    rest       (n,) samples at 16 kHz of the part that is begun, from the next window on
+    texts      what the part's windows said
+    index      number of the part
+    seconds    of all parts together
+    offset_s   where `rest` begins in all the audio
+    """
 
     clips: deque[Clip]
-    windows: deque[np.ndarray] = field(default_factory=deque[np.ndarray])
+    seconds: float
+    rest: np.ndarray = field(default_factory=lambda: NO_SAMPLES)
     texts: list[str] = field(default_factory=list[str])
     index: int = 0
-    seconds: float = 0.0
-    heard_s: float = 0.0
-    is_heard: bool = False
-    with_words: bool = False
+    offset_s: float = 0.0
+    has_said: bool = False
+    word_timestamps: bool = False
 
 
 class TranscriberEngine:
-    """core.engine.Engine. A step hears one window of one run; runs take turns."""
+    """core.engine.Engine. A step transcribes one window of one run; runs take turns."""
 
-    def __init__(self, stage: str, ear: Ear, max_audio_s: float) -> None:
+    def __init__(self, stage: str, transcriber: Transcriber, max_audio_s: float) -> None:
         self.stage = stage
-        self._ear = ear
+        self._transcriber = transcriber
         self._max_audio_s = max_audio_s
         self._runs: deque[Run] = deque()
 
     def open(self, run: Run) -> None:
         clips = clips_of(run.request, run.inputs, self._max_audio_s)
         params = with_stage_options(run.request.transcription, run.options(self.stage), self.stage)
-        run.state = Hearing(
-            deque(clips), seconds=sum(clip.seconds for clip in clips), with_words=params.word_timestamps
-        )
+        seconds = sum(clip.seconds for clip in clips)
+        run.state = TranscriberRunState(deque(clips), seconds, word_timestamps=params.word_timestamps)
         self._runs.append(run)
 
     def feed(self, run: Run, inputs: object, last: bool) -> bool:
-        raise AssertionError("nothing feeds the transcriber: its sound comes with the request")
+        raise AssertionError("nothing feeds the transcriber: its audio comes with the request")
 
     def stop(self, run: Run) -> None:
         if run in self._runs:
@@ -71,39 +80,44 @@ class TranscriberEngine:
         if run is None:
             return ()
         self._runs.remove(run)
-        live: Hearing = run.state
-        if not live.windows:
-            live.windows.extend(windows(live.clips.popleft().resampled()))
-        window = live.windows.popleft()
-        is_timed = OUTPUT in run.wanted
-        segments = self._ear.hear(window, timed=is_timed, worded=is_timed and live.with_words)
-        events: list[EngineEvent] = [_said(run, live, segment) for segment in segments if OUTPUT in run.wanted]
-        live.texts += [segment.text for segment in segments]
-        live.heard_s += len(window) / SAMPLE_RATE_HZ
-        events.append(EngineProgress(run, round(live.heard_s, 3), round(live.seconds, 3)))
-        if not live.windows:
+        state: TranscriberRunState = run.state
+        if not len(state.rest):
+            state.rest = state.clips.popleft().resampled()
+        is_output = OUTPUT in run.wanted
+        window = self._transcriber.transcribe(state.rest, timestamps=is_output)
+        events = [_output(run, state, window, segment) for segment in window.segments] if is_output else []
+        return [*events, *self._advance(run, state, window)]
+
+    def _advance(self, run: Run, state: TranscriberRunState, window: WindowTranscript) -> Sequence[EngineEvent]:
+        """Go on behind the window: to the rest of the part, the next part, or the end."""
+        state.texts += [segment.text for segment in window.segments]
+        state.rest = state.rest[window.end :]
+        state.offset_s += window.end / SAMPLE_RATE_HZ
+        events: list[EngineEvent] = [EngineProgress(run, round(state.offset_s, 3), round(state.seconds, 3))]
+        if not len(state.rest):
             if run.feeds:
-                events.append(EngineChunk(run, piece=TranscriptPiece(" ".join(live.texts), part=live.index)))
-            live.texts.clear()
-            live.index += 1
-        if live.windows or live.clips:
-            self._runs.append(run)  # the end of the queue: whoever waits comes first
+                events.append(EngineChunk(run, piece=TranscriptPiece(" ".join(state.texts), part=state.index)))
+            state.texts.clear()
+            state.index += 1
+        if len(state.rest) or state.clips:
+            self._runs.append(run)  # the end of the queue: other runs come first
         else:
-            events.append(EngineFinished(run, "stop", {"audio_input_s": round(live.seconds, 3)}))
+            events.append(EngineFinished(run, "stop", {"audio_input_s": round(state.seconds, 3)}))
         return events
 
     def close(self) -> None:
         self._runs.clear()
 
 
-def _said(run: Run, live: Hearing, segment: Segment) -> EngineOutput:
+def _output(run: Run, state: TranscriberRunState, window: WindowTranscript, segment: Segment) -> EngineOutput:
     """A segment for the client, in seconds of all the audio. Joined, the texts are the whole transcript."""
-    text = segment.text if not live.is_heard else f" {segment.text}"
-    live.is_heard = True
-    start_s, end_s = (round(live.heard_s + at_s, 2) for at_s in (segment.start_s, segment.end_s))
+    text = f" {segment.text}" if state.has_said else segment.text
+    state.has_said = True
+    begin_s = state.offset_s + window.begin / SAMPLE_RATE_HZ
+    start_s, end_s = (round(begin_s + at_s, 2) for at_s in (segment.start_s, segment.end_s))
     words = [
-        WordTime(word.text, round(live.heard_s + word.start_s, 2), round(live.heard_s + word.end_s, 2))
-        for word in (segment.words if live.with_words else ())
+        WordTime(word.text, round(begin_s + word.start_s, 2), round(begin_s + word.end_s, 2))
+        for word in (segment.words if state.word_timestamps else ())
     ]
     return EngineOutput(run, TranscriptPiece(text, start_s, end_s, LANGUAGE, tuple(words)))
 
@@ -111,6 +125,5 @@ def _said(run: Run, live: Hearing, segment: Segment) -> EngineOutput:
 def transcriber_engine(context: EngineContext) -> TranscriberEngine:
     """The engine of stage `transcriber`, in its worker."""
     options = read_options(context, TranscriberOptions)
-    ear = WhisperEar(model_folder(context, options.model), context.device, options.threads)
-    ear.hear(np.zeros(WINDOW_SAMPLES, np.float32))  # torch's first call is its slowest
-    return TranscriberEngine(context.stage, ear, options.max_audio_s)
+    model = WhisperModel(model_folder(context, options.model), context.device, options.threads, options.compute_type)
+    return TranscriberEngine(context.stage, Transcriber(model), options.max_audio_s)

@@ -18,16 +18,16 @@ from triton_omni.backends.codec.engine import CodecEngine, CodecOptions
 from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.pipelines.chat.audio_windows import SAMPLE_RATE_HZ, WINDOW_SAMPLES
 from triton_omni.backends.pipelines.chat.code2wav import BINS, HibariDecoder
-from triton_omni.backends.pipelines.chat.ear import Segment
 from triton_omni.backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
-from triton_omni.backends.pipelines.chat.sound import SAMPLE_RATE_HZ
 from triton_omni.backends.pipelines.chat.talker import TalkerEngine
 from triton_omni.backends.pipelines.chat.transcriber import TranscriberEngine
+from triton_omni.backends.pipelines.chat.transcription import Segment, WindowTranscript
 from triton_omni.backends.pipelines.chat.voice import Voice
 
 VOICE = Voice()
-SOUND = np.linspace(-0.5, 0.5, 70 * SAMPLE_RATE_HZ, dtype=np.float32)
+AUDIO = np.linspace(-0.5, 0.5, 70 * SAMPLE_RATE_HZ, dtype=np.float32)
 
 
 def codebooks() -> Codebooks:
@@ -52,20 +52,22 @@ def same(event: EngineEvent) -> Any:
     return (type(event).__name__, event.usage) if isinstance(event, EngineFinished) else repr(event)
 
 
-class LevelEar:
-    """Says how loud a window is."""
+class LevelTranscriber:
+    """Says how loud a window of 30 s is."""
 
-    def hear(self, samples: np.ndarray, timed: bool = False, worded: bool = False) -> list[Segment]:
-        return [Segment(0.0, len(samples) / SAMPLE_RATE_HZ, f"{np.abs(samples).max():.3f}")]
+    def transcribe(self, samples: np.ndarray, timestamps: bool) -> WindowTranscript:
+        window = samples[:WINDOW_SAMPLES]
+        segment = Segment(text=f"{np.abs(window).max():.3f}", start_s=0.0, end_s=len(window) / SAMPLE_RATE_HZ)
+        return WindowTranscript((segment,), 0, len(window))
 
 
 @dataclass(frozen=True)
-class Heard(Subject):
-    """A subject whose runs come with SOUND."""
+class AudioSubject(Subject):
+    """A subject whose runs come with AUDIO."""
 
     def run(self, request: GenerateRequest | None = None) -> Run:
         run = Subject.run(self, request)
-        return dataclasses.replace(run, inputs={"audio": Tensor.of("audio", SOUND)})
+        return dataclasses.replace(run, inputs={"audio": Tensor.of("audio", AUDIO)})
 
 
 def audio(*lengths: int) -> GenerateRequest:
@@ -88,8 +90,9 @@ SUBJECTS = {
         inputs=(codes(30), codes(1), codes(70), drive.codes_chunk(None)), wanted=frozenset({"audio"}), feeds=False,
         same=same,
     ),
-    "transcriber": Heard(
-        lambda: TranscriberEngine("transcriber", LevelEar(), 200.0), audio(len(SOUND), 5000), audio(len(SOUND) + 1),
+    "transcriber": AudioSubject(
+        lambda: TranscriberEngine("transcriber", LevelTranscriber(), 200.0), audio(len(AUDIO), 5000),
+        audio(len(AUDIO) + 1),
         same=lambda event: repr(event.piece) if isinstance(event, EngineChunk) else type(event).__name__,
     ),
 }  # fmt: skip

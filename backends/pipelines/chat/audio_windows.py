@@ -17,6 +17,9 @@ SAMPLE_RATE_HZ = 16_000
 WINDOW_SAMPLES = 30 * SAMPLE_RATE_HZ
 CUT_WITHIN_SAMPLES = 5 * SAMPLE_RATE_HZ  # a cut lies in the last five seconds of a window, where it is quietest
 QUIET_SAMPLES = SAMPLE_RATE_HZ // 10
+SHORT_QUIET_SAMPLES = SAMPLE_RATE_HZ // 20
+DIGITAL_SILENCE, LEAD_SAMPLES = 3e-4, SAMPLE_RATE_HZ // 2  # 10 units of 16-bit audio
+TINY_POWER = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +66,27 @@ def clips_of(request: GenerateRequest, inputs: Mapping[str, Tensor], max_audio_s
     return clips
 
 
-def windows(samples: np.ndarray) -> list[np.ndarray]:
-    """Pieces of at most WINDOW_SAMPLES that together are `samples`."""
-    found: list[np.ndarray] = []
-    while len(samples) > WINDOW_SAMPLES:
-        end = _quietest(samples[:WINDOW_SAMPLES])
-        found.append(samples[:end])
-        samples = samples[end:]
-    return [*found, samples]
+def leading_silence(samples: np.ndarray) -> int:
+    """How many samples at the start are digital silence; of the silence before sound, LEAD_SAMPLES are not counted."""
+    sound = np.abs(samples) > DIGITAL_SILENCE
+    return max(0, int(np.argmax(sound)) - LEAD_SAMPLES) if sound.any() else len(samples)
 
 
-def _quietest(window: np.ndarray) -> int:
+def quietest_near_the_end(window: np.ndarray) -> int:
     """Where to cut a full window: the middle of its quietest tenth of a second near the end."""
     tail = window[-CUT_WITHIN_SAMPLES:].reshape(-1, QUIET_SAMPLES)
     power = np.square(tail, dtype=np.float64).sum(1)
-    place = len(power) - 1 - int(np.argmin(power[::-1]))  # the latest of equals: fewer windows
-    return len(window) - CUT_WITHIN_SAMPLES + place * QUIET_SAMPLES + QUIET_SAMPLES // 2
+    index = len(power) - 1 - int(np.argmin(power[::-1]))  # the latest of equals: fewer windows
+    return len(window) - CUT_WITHIN_SAMPLES + index * QUIET_SAMPLES + QUIET_SAMPLES // 2
+
+
+def quietest(samples: np.ndarray, at: int, radius: int) -> int:
+    """The middle of the quietest SHORT_QUIET_SAMPLES within `radius` of `at`; the nearest one of equals."""
+    begin = max(0, at - radius)
+    power = np.square(samples[begin : at + radius], dtype=np.float64)
+    if len(power) <= SHORT_QUIET_SAMPLES:
+        return min(at, len(samples))
+    sums = np.convolve(power, np.ones(SHORT_QUIET_SAMPLES), "valid")
+    middles = begin + SHORT_QUIET_SAMPLES // 2 + np.arange(len(sums))
+    equal = np.flatnonzero(sums <= sums.min() + TINY_POWER)
+    return int(middles[equal[np.argmin(np.abs(middles[equal] - at))]])

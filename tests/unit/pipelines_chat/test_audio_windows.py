@@ -9,13 +9,15 @@ import pytest
 from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part
-from triton_omni.backends.pipelines.chat.sound import (
+from triton_omni.backends.pipelines.chat.audio_windows import (
     CUT_WITHIN_SAMPLES,
     SAMPLE_RATE_HZ,
     WINDOW_SAMPLES,
     Clip,
     clips_of,
-    windows,
+    leading_silence,
+    quietest,
+    quietest_near_the_end,
 )
 
 
@@ -94,23 +96,27 @@ def test_a_tone_keeps_pitch_level_and_length_at_every_rate(rate_hz: int) -> None
     assert np.sqrt(np.mean(sound[1600:-1600] ** 2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.02)
 
 
-@pytest.mark.parametrize("samples", [1, WINDOW_SAMPLES - 1, WINDOW_SAMPLES])
-def test_short_sound_is_one_window(samples: int) -> None:
-    assert [len(w) for w in windows(np.zeros(samples, np.float32))] == [samples]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_windows_lose_nothing_and_end_near_their_full_length(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    sound = rng.standard_normal(int(rng.integers(WINDOW_SAMPLES + 1, 4 * WINDOW_SAMPLES))).astype(np.float32)
-    found = windows(sound)
-    np.testing.assert_array_equal(np.concatenate(found), sound)
-    assert all(WINDOW_SAMPLES - CUT_WITHIN_SAMPLES <= len(w) <= WINDOW_SAMPLES for w in found[:-1])
-    assert 0 < len(found[-1]) <= WINDOW_SAMPLES
+@pytest.mark.parametrize("seed", range(3))
+def test_a_full_window_is_cut_near_its_end(seed: int) -> None:
+    window = np.random.default_rng(seed).standard_normal(WINDOW_SAMPLES).astype(np.float32)
+    assert WINDOW_SAMPLES - CUT_WITHIN_SAMPLES <= quietest_near_the_end(window) <= WINDOW_SAMPLES
 
 
 def test_a_window_ends_in_the_pause() -> None:
-    sound = np.random.default_rng(1).standard_normal(40 * SAMPLE_RATE_HZ).astype(np.float32)
+    window = np.random.default_rng(1).standard_normal(WINDOW_SAMPLES).astype(np.float32)
     pause = slice(int(27.2 * SAMPLE_RATE_HZ), int(27.6 * SAMPLE_RATE_HZ))
-    sound[pause] = 0
-    assert pause.start < len(windows(sound)[0]) < pause.stop
+    window[pause] = 0
+    assert pause.start < quietest_near_the_end(window) < pause.stop
+    assert pause.start < quietest(window, pause.start, SAMPLE_RATE_HZ // 4) < pause.stop
+
+
+def test_quietest_stays_near_what_it_is_asked_for() -> None:
+    silence = np.zeros(SAMPLE_RATE_HZ, np.float32)
+    assert quietest(silence, 4000, 1000) == 4000, "of equals the nearest"
+    assert quietest(silence[:300], 300, 4000) == 300
+
+
+def test_leading_silence_leaves_half_a_second_before_the_speech() -> None:
+    assert leading_silence(np.zeros(500, np.float32)) == 500
+    samples = np.concatenate([np.zeros(20_000), [0.1], np.zeros(10)]).astype(np.float32)
+    assert leading_silence(samples) == 12_000 and leading_silence(samples[15_000:]) == 0

@@ -10,9 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 FRAME_S = 0.02
-"""Whisper's encoder has a state for every 20 ms of sound."""
-SMOOTH_FRAMES = 15
-LEAST_LOOK = 1e-3
+"""Whisper's encoder has a state for every 20 ms of audio."""
 QUIET = 0.02
 """Of loud speech: what is below is silence. Noise may lift that bound up to LOUDEST_QUIET."""
 NOISE_FACTOR, LOUDEST_QUIET = 1.5, 0.1
@@ -28,41 +26,6 @@ class Word:
     text: str
     start_s: float
     end_s: float
-
-
-def first_frames(looks: np.ndarray) -> np.ndarray:
-    """The first frame of each token, (tokens,) int64, rising.
-
-    looks  (tokens, frames): how much of its attention each token has on each frame
-    """
-    half = SMOOTH_FRAMES // 2
-    padded = np.pad(looks, ((0, 0), (half, half)), mode="edge")
-    smooth = np.lib.stride_tricks.sliding_window_view(padded, SMOOTH_FRAMES, axis=1).mean(axis=2)
-    return best_path(np.log(smooth + LEAST_LOOK))
-
-
-def best_path(score: np.ndarray) -> np.ndarray:
-    """The first frame of each token on the path of the highest score, (tokens,) int64.
-
-    score  (tokens, frames). Tokens come in order and each has a frame or more, as long as there are enough.
-    """
-    tokens, frames = score.shape
-    if tokens >= frames:
-        return np.arange(tokens) * frames // tokens
-    best = np.full(tokens, -np.inf)
-    best[0] = score[0, 0]
-    begins = np.zeros((frames, tokens), dtype=bool)
-    for frame in range(1, frames):
-        from_before = np.concatenate(([-np.inf], best[:-1]))
-        begins[frame] = from_before > best
-        best = np.maximum(best, from_before) + score[:, frame]
-    starts = np.zeros(tokens, dtype=np.int64)
-    token = tokens - 1
-    for frame in range(frames - 1, 0, -1):
-        if begins[frame, token]:
-            starts[token] = frame
-            token -= 1
-    return starts
 
 
 def loud_frames(samples: np.ndarray, rate_hz: int) -> np.ndarray:
@@ -82,9 +45,9 @@ def words_at(texts: Sequence[str], starts: np.ndarray, is_loud: np.ndarray, leng
     borders = [*map(int, starts), len(is_loud)]
     spans = [_sounding(begin, end, is_loud) for begin, end in pairwise(borders)]
     before = 0
-    for place, (text, (begin, end)) in enumerate(zip(texts, spans, strict=True)):
+    for index, (text, (begin, end)) in enumerate(zip(texts, spans, strict=True)):
         # What belongs to a neighbour's span and is not parted from this word by a pause is this word's.
-        after = spans[place + 1][0] if place + 1 < len(spans) else len(is_loud)
+        after = spans[index + 1][0] if index + 1 < len(spans) else len(is_loud)
         begin = begin - _reach(is_loud[before:begin][::-1])
         end = end + _reach(is_loud[end:after])
         before = end
@@ -92,7 +55,7 @@ def words_at(texts: Sequence[str], starts: np.ndarray, is_loud: np.ndarray, leng
 
 
 def _sounding(begin: int, end: int, is_loud: np.ndarray) -> tuple[int, int]:
-    """The longest stretch of sound without a pause."""
+    """The longest stretch of audio without a pause."""
     loud = begin + np.flatnonzero(is_loud[begin:end])
     if not len(loud):
         return begin, end
