@@ -56,7 +56,9 @@ class Codebooks:
     def decode(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Spectra (frames, bins) and pitch (frames,), float32, that codes stand for."""
         parts = self.books[np.arange(BOOKS), codes[:, :BOOKS]].sum(1)
-        return parts @ self.basis + self.mean, self.pitch_hz[codes[:, BOOKS]]
+        # a product per frame: in one of many rows a row's last bits depend on its place (OpenBLAS's Haswell kernels)
+        spectra = np.matmul(parts[:, None], self.basis)[:, 0]
+        return spectra + self.mean, self.pitch_hz[codes[:, BOOKS]]
 
 
 def nearest(points: np.ndarray, book: np.ndarray) -> np.ndarray:

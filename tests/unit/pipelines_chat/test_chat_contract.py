@@ -98,6 +98,7 @@ SUBJECTS = {
 }  # fmt: skip
 
 
+@pytest.mark.bytes_exact
 @pytest.mark.parametrize("check", CHECKS, ids=check_name)
 @pytest.mark.parametrize("subject", SUBJECTS.values(), ids=list(SUBJECTS))
 def test_contract(subject: Subject, check) -> None:

@@ -88,6 +88,16 @@ def test_runs_of_one_batch_do_not_hear_each_other(decoder: HibariDecoder) -> Non
         assert np.abs(got - whole(decoder, codes)).max() <= CLOSE
 
 
+@pytest.mark.bytes_exact
+def test_a_run_gives_the_same_bytes_alone_and_beside_others(decoder: HibariDecoder) -> None:
+    runs = [speech(frames, seed=frames) for frames in (1, 2, 3, 5, 8, 13, 31, 32, 33, 64, 101)]
+    alone = [whole(decoder, codes).tobytes() for codes in runs]
+    for first in range(0, len(runs), 3):
+        order = [*range(first, len(runs)), *range(first)]
+        together = decoder.decode([Window(runs[i], 0, 0, len(runs[i]), True, decoder.start()) for i in order])
+        assert [sound.tobytes() for sound in together] == [alone[i] for i in order]
+
+
 def test_equal_to_hibaris_synthesis(decoder: HibariDecoder) -> None:
     dsp = pytest.importorskip("hibari.dsp", reason="hibari-tts is not installed")
     codes = speech(90)
