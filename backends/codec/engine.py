@@ -18,7 +18,7 @@ import numpy as np
 from triton_omni.backends.codec.decoder import Decoder, Window
 from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.engine import EngineEvent, EngineFinished, EngineOutput, Run
-from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.generate import stage_options
 from triton_omni.backends.core.outputs import AudioPiece
 
@@ -32,7 +32,7 @@ class CodecOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ramp_frames         frames of the chunks between the first one and the later ones: [8, 16] lets them grow in steps
     chunk_frames        frames of all later ones
     max_batch           runs decoded in one step
-    max_queued_frames   a run with so many frames waiting takes no more for now
+    max_queued_frames   a run with this many frames waiting takes no more for now
     """
 
     first_chunk_frames: Count = 10
@@ -59,7 +59,7 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(eq=False, slots=True)
-class Decoding:
+class DecodeRunState:
     """State of one run. `codes` are the frames from number `start` on: context that is decoded, then what is not.
 
     `sizes` are the frames of the chunks after the next one, without end.
@@ -86,7 +86,7 @@ class CodecEngine:
         self.decoder = decoder
         self.options = options
         self._runs: list[Run] = []
-        # a larger chunk would never be complete: its run takes no more when so much waits
+        # a larger chunk would never be complete: its run takes no more frames before
         self._largest = options.max_queued_frames - decoder.right
         longest = max(options.first_chunk_frames, options.chunk_frames)
         if longest > self._largest:
@@ -97,12 +97,12 @@ class CodecEngine:
         for key in CHUNKS:
             frames = getattr(own, key)
             if frames is not None and frames > self._largest:
-                message = f"a chunk may have {self._largest} frames here, not {frames}"
+                message = f"a chunk must be at most {self._largest} frames in this deployment (got {frames})"
                 raise BadRequest(message, f"stages.{self.stage}.{key}")
         first = own.first_chunk_frames or self.options.first_chunk_frames
         later = own.chunk_frames or self.options.chunk_frames
         ramp = [frames for frames in self.options.ramp_frames if first < frames < later]
-        run.state = Decoding(
+        run.state = DecodeRunState(
             sizes=chain(ramp, repeat(later)),
             next_frames=first,
             state=self.decoder.start(),
@@ -111,14 +111,16 @@ class CodecEngine:
         self._runs.append(run)
 
     def feed(self, run: Run, inputs: Chunk, last: bool) -> bool:
-        """Take the chunk's tensor `codes`, if it has one."""
-        live: Decoding = run.state
-        if live.waiting >= self.options.max_queued_frames:
+        """Take the chunk's tensor `codes`; an empty chunk has none."""
+        state: DecodeRunState = run.state
+        if state.waiting >= self.options.max_queued_frames:
             return False
         tensor = inputs.tensor("codes")
         if tensor is not None:
-            self._take(live, tensor)
-        live.ended = last
+            self._take(state, tensor)
+        elif not inputs.is_empty:
+            raise StageFailed("the chunk has no 'codes'", f"{inputs.edge}->{self.stage}")
+        state.ended = last
         return True
 
     def stop(self, run: Run) -> None:
@@ -139,9 +141,9 @@ class CodecEngine:
             events.append(EngineOutput(run, piece, (Tensor.of("audio", audio),)))
         for run in runs:
             self._runs.remove(run)
-            live: Decoding = run.state
-            if live.ended and not live.waiting:
-                samples = live.decoded * self.decoder.samples_per_frame
+            state: DecodeRunState = run.state
+            if state.ended and not state.waiting:
+                samples = state.decoded * self.decoder.samples_per_frame
                 events.append(EngineFinished(run, "stop", {"audio_samples": samples}))
             else:
                 self._runs.append(run)  # the end of the queue: with more runs than a batch holds, all take turns
@@ -151,33 +153,33 @@ class CodecEngine:
         self._runs.clear()
 
     def _can_work(self, run: Run) -> bool:
-        live: Decoding = run.state
-        return not run.blocked and (live.ended or live.waiting >= live.next_frames + self.decoder.right)
+        state: DecodeRunState = run.state
+        return not run.blocked and (state.ended or state.waiting >= state.next_frames + self.decoder.right)
 
-    def _take(self, live: Decoding, tensor: Tensor) -> None:
-        """Copy the codes of a tensor; raises BadRequest if they are none."""
+    def _take(self, state: DecodeRunState, tensor: Tensor) -> None:
+        """Copy the codes of a tensor; raises BadRequest for another type or shape."""
         shape, dtype = tensor.spec.shape, tensor.spec.dtype
         if dtype != "int16" or len(shape) != 2 or shape[1] != self.decoder.codes:
             wanted = f"int16 [frames, {self.decoder.codes}]"
-            raise BadRequest(f"codes must be {wanted}, not {dtype} {list(shape)}", "codes")
+            raise BadRequest(f"codes must be {wanted} (got {dtype} {list(shape)})", "codes")
         codes = np.frombuffer(tensor.data, np.int16).reshape(shape).copy()
         self.decoder.check(codes)
-        live.arrived.append(codes)
-        live.waiting += len(codes)
+        state.arrived.append(codes)
+        state.waiting += len(codes)
 
-    def _window(self, live: Decoding) -> Window:
+    def _window(self, state: DecodeRunState) -> Window:
         """The next piece of a run; afterwards only its context and what follows are kept."""
-        codes = np.concatenate([live.codes, *live.arrived])
-        live.arrived.clear()
-        left = live.decoded - live.start
-        take = min(live.next_frames, live.waiting)
+        codes = np.concatenate([state.codes, *state.arrived])
+        state.arrived.clear()
+        left = state.decoded - state.start
+        take = min(state.next_frames, state.waiting)
         end = min(left + take + self.decoder.right, len(codes))
-        final = live.ended and end == len(codes)
-        window = Window(codes[:end], live.start, left, take, final, live.state)
-        live.decoded += take
-        live.waiting -= take
-        live.next_frames = next(live.sizes)
+        final = state.ended and end == len(codes)
+        window = Window(codes[:end], state.start, left, take, final, state.state)
+        state.decoded += take
+        state.waiting -= take
+        state.next_frames = next(state.sizes)
         kept = max(0, left + take - self.decoder.left)
-        live.codes = codes[kept:]
-        live.start += kept
+        state.codes = codes[kept:]
+        state.start += kept
         return window

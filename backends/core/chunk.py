@@ -112,6 +112,11 @@ class Chunk:
     slot: Any = None
     sent_s: float = 0.0
 
+    @property
+    def is_empty(self) -> bool:
+        """True for a chunk that carries nothing; such a last chunk only ends the edge."""
+        return not self.tensors and self.piece is None
+
     def tensor(self, name: str) -> Tensor | None:
         """The tensor called `name`, or None."""
         for tensor in self.tensors:
@@ -120,7 +125,9 @@ class Chunk:
         return None
 
     def piece_of(self, kind: type[AnyPiece]) -> AnyPiece | None:
-        """The piece, if there is one. Raises TypeError if it is of another kind."""
+        """The piece; None in an empty chunk. Raises TypeError if it is of another kind, KeyError if it is missing."""
+        if self.piece is None and not self.is_empty:
+            raise KeyError(kind.__name__)
         if self.piece is not None and not isinstance(self.piece, kind):
             raise TypeError(f"{self.edge} sent a {type(self.piece).__name__} instead of a {kind.__name__}")
         return self.piece

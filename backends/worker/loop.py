@@ -190,6 +190,8 @@ class Worker:
             peer.release(chunk)
             request_id = record.run.request_id
             log.exception("adapter of %s: request %s", chunk.edge, request_id, extra={"request_id": request_id})
+            if isinstance(error, KeyError):
+                error = StageFailed(f"the chunk has no {error}", f"{chunk.edge}->{self.stage.name}")
             self._fail(record, ErrorInfo.of(error, self.stage.name).error())
             return
         record.inbox.append(Waiting(source, peer, chunk, inputs, now_s))

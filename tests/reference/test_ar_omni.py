@@ -62,8 +62,8 @@ def test_joining_leaving_and_uneven_stages_change_nothing(chain, reference, seed
 def test_speech_starts_before_the_text_has_ended(chain):
     job = chain.open(request(2))
     chain.run()
-    first_frame = job.order.index(("talker", "Send"))
-    last_text = len(job.order) - 1 - job.order[::-1].index(("thinker", "Output"))
+    first_frame = job.order.index(("talker", "EngineChunk"))
+    last_text = len(job.order) - 1 - job.order[::-1].index(("thinker", "EngineOutput"))
     assert first_frame < last_text
 
 

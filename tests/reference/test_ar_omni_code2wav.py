@@ -150,6 +150,6 @@ def test_the_whole_chain_says_what_transformers_says(folder, reference):
         check(job, spoken)
         # where transformers leaves out the last frame, the sound up to its last samples is the same
         assert np.abs(job.audio()[: len(spoken.wave)] - spoken.wave).max() < 1e-5
-    first_sound = jobs[2].order.index(("code2wav", "Output"))
-    last_text = len(jobs[2].order) - 1 - jobs[2].order[::-1].index(("thinker", "Output"))
+    first_sound = jobs[2].order.index(("code2wav", "EngineOutput"))
+    last_text = len(jobs[2].order) - 1 - jobs[2].order[::-1].index(("thinker", "EngineOutput"))
     assert first_sound < last_text

@@ -3,9 +3,9 @@
 
     transcriber → thinker   TranscriptPiece of a whole audio part, one chunk per part
     thinker → talker        TextPiece with the new text
-    talker → code2wav       codes int16 (frames, 9), one chunk per clause
+    talker → code2wav       codes int16 (frames, 9), one chunk per clause, or more for a long one
 
-Every edge may end with an empty last chunk.
+Every edge may end with an empty last chunk. What an adapter misses fails the run, naming edge and key.
 """
 
 from __future__ import annotations

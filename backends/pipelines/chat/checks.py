@@ -7,12 +7,15 @@ from triton_omni.backends.ar.sampling import stage_sampling
 from triton_omni.backends.codec.engine import RunOptions
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, stage_options, with_stage_options
+from triton_omni.backends.pipelines.chat.clauses import UNREADABLE, estimated_speech_s, speakable
 from triton_omni.backends.pipelines.chat.thinker import check_messages
 
 VOICES = ("heart",)
 LANGUAGES = ("en", "en-us")
 STAGES = ("transcriber", "thinker", "talker", "code2wav")
 MAX_INPUT_CHARS = 4096
+MAX_SPEECH_S = 3600
+"""Longest speech of one request, estimated: 4,096 characters of English at speed 0.25 take about 1,100 s."""
 
 
 def check(request: GenerateRequest) -> None:
@@ -45,19 +48,29 @@ def _check_speech(request: GenerateRequest) -> None:
     if not request.input.strip():
         raise BadRequest("there is nothing to speak", "input")
     if len(request.input) > MAX_INPUT_CHARS:
-        raise BadRequest(f"at most {MAX_INPUT_CHARS} characters can be spoken, not {len(request.input)}", "input")
+        raise BadRequest(f"input must be at most {MAX_INPUT_CHARS} characters (got {len(request.input)})", "input")
+    if not speakable(request.input):
+        raise BadRequest(UNREADABLE, "input")
+    speech_s = estimated_speech_s(request.input) / request.speech.speed
+    if speech_s > MAX_SPEECH_S:
+        raise BadRequest(
+            f"the speech must take at most {MAX_SPEECH_S} s (about {speech_s:.0f} s at speed {request.speech.speed})",
+            "input",
+        )
     if request.messages:
         raise BadRequest("operation 'speech' speaks 'input'; messages belong to operation 'chat'", "messages")
 
 
 def _check_transcription(request: GenerateRequest) -> None:
     if request.input:
-        raise BadRequest("operation 'transcription' hears the audio of messages", "input")
+        raise BadRequest(
+            "operation 'transcription' reads the audio of messages; 'input' belongs to operation 'speech'", "input"
+        )
     for i, message in enumerate(request.messages):
         if any(part.type != "audio" for part in message.parts):
-            raise BadRequest("operation 'transcription' hears audio and reads nothing", f"messages[{i}]")
+            raise BadRequest("operation 'transcription' takes audio only", f"messages[{i}]")
     if not request.messages:
-        raise BadRequest("there is no audio to hear", "messages")
+        raise BadRequest("there is no audio to transcribe", "messages")
 
 
 def _check_options(request: GenerateRequest) -> None:

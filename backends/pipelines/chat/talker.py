@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage `talker`: text, as it comes, to speech codes; a chunk of code frames per clause."""
+"""Stage `talker`: text, as it comes, to speech codes; a chunk of code frames per clause, or more for a long one."""
 
 from __future__ import annotations
 
@@ -7,33 +7,42 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFailed, EngineFinished, Run
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.pipeline import EngineContext
-from triton_omni.backends.pipelines.chat.clauses import Clauses
+from triton_omni.backends.pipelines.chat.clauses import UNREADABLE, Clauses
 from triton_omni.backends.pipelines.chat.options import TalkerOptions, model_folder, read_options
-from triton_omni.backends.pipelines.chat.rvq import CODES, Codebooks
+from triton_omni.backends.pipelines.chat.rvq import Codebooks
 from triton_omni.backends.pipelines.chat.voice import Voice
 
-QUEUE_CLAUSES = 64  # a run with so many takes no more text for now
+QUEUE_CLAUSES = 64  # a run with more clauses to speak takes no more text for now
 
 
 @dataclass(eq=False, slots=True)
-class Speaker:
-    """State of one run: its open text, the clauses to speak, and whether more may come."""
+class SpeechRunState:
+    """State of one run.
+
+    clauses   the text that is not cut yet
+    queue     clauses to speak
+    phonemes  what is left of the clause being spoken, in pieces of one step
+    ended     no more text will come
+    """
 
     clauses: Clauses = field(default_factory=Clauses)
-    waiting: deque[str] = field(default_factory=deque[str])
+    queue: deque[str] = field(default_factory=deque[str])
+    phonemes: deque[str] = field(default_factory=deque[str])
     ended: bool = False
     frames: int = 0
     spoken_chars: int = 0
 
+    @property
+    def has_text(self) -> bool:
+        return bool(self.phonemes or self.queue)
+
 
 class TalkerEngine:
-    """core.engine.Engine. A step speaks one clause of one run; runs take turns, so none waits long for another."""
+    """core.engine.Engine. A step speaks a few seconds of one run; runs take turns, and new ones come first."""
 
     def __init__(self, stage: str, voice: Voice, codebooks: Codebooks) -> None:
         self.stage = stage
@@ -42,20 +51,20 @@ class TalkerEngine:
         self._runs: deque[Run] = deque()
 
     def open(self, run: Run) -> None:
-        speaker = Speaker()
+        state = SpeechRunState()
         if not run.upstream:
-            speaker.waiting.extend(speaker.clauses.feed(run.request.input, last=True))
-            speaker.ended = True
-        run.state = speaker
+            state.queue.extend(state.clauses.feed(run.request.input, last=True))
+            state.ended = True
+        run.state = state
         self._runs.append(run)
 
     def feed(self, run: Run, inputs: str, last: bool) -> bool:
         """Take a piece of text."""
-        speaker: Speaker = run.state
-        if len(speaker.waiting) >= QUEUE_CLAUSES:
+        state: SpeechRunState = run.state
+        if len(state.queue) >= QUEUE_CLAUSES:
             return False
-        speaker.waiting.extend(speaker.clauses.feed(inputs, last))
-        speaker.ended = last
+        state.queue.extend(state.clauses.feed(inputs, last))
+        state.ended = last
         return True
 
     def stop(self, run: Run) -> None:
@@ -67,51 +76,51 @@ class TalkerEngine:
         return any(_can_work(run) for run in self._runs)
 
     def step(self) -> Sequence[EngineEvent]:
-        run = next((run for run in self._runs if _can_work(run)), None)
-        if run is None:
+        ready = [run for run in self._runs if _can_work(run)]
+        if not ready:
             return ()
+        run = next((run for run in ready if not run.state.frames), ready[0])  # its client still hears nothing
         self._runs.remove(run)
-        speaker: Speaker = run.state
+        state: SpeechRunState = run.state
         events: list[EngineEvent] = []
-        if speaker.waiting:
+        if state.has_text:
             try:
-                events += self._speak(run, speaker.waiting.popleft())
-            except (LookupError, ValueError) as error:  # the reader of text met a word it cannot take
+                events += self._speak(run, state)
+            except (LookupError, ValueError) as error:  # the text front end met a word that it cannot read
                 return [EngineFailed(run, StageFailed(f"the text cannot be read aloud: {error}", self.stage))]
-        if speaker.ended and not speaker.waiting:
-            events.append(_end(run, speaker))
+        if state.ended and not state.has_text:
+            events.append(_end(run, state))
         else:
-            self._runs.append(run)  # the end of the queue: whoever waits comes first
+            self._runs.append(run)
         return events
 
     def close(self) -> None:
         self._runs.clear()
 
-    def _speak(self, run: Run, clause: str) -> list[EngineEvent]:
-        speaker: Speaker = run.state
-        speaker.spoken_chars += len(clause)
-        made = [self._codes(piece, run.request.speech.speed) for piece in self._voice.phonemes(clause)]
-        codes = np.concatenate(made) if made else np.zeros((0, CODES), np.int16)
-        if not len(codes):  # signs without a reading
+    def _speak(self, run: Run, state: SpeechRunState) -> list[EngineEvent]:
+        speed = run.request.speech.speed
+        if not state.phonemes:
+            clause = state.queue.popleft()
+            state.spoken_chars += len(clause)
+            state.phonemes.extend(self._voice.phonemes(clause, speed))
+        if not state.phonemes:
             return []
-        speaker.frames += len(codes)
-        return [EngineChunk(run, (Tensor.of("codes", codes),))]
-
-    def _codes(self, phonemes: str, speed: float) -> np.ndarray:
-        frames = self._voice.frames(phonemes, speed)
-        return self._codebooks.encode(frames.spectrum, frames.pitch_hz)
+        frames = self._voice.frames(state.phonemes.popleft(), speed)
+        codes = self._codebooks.encode(frames.spectrum, frames.pitch_hz)
+        state.frames += len(codes)
+        return [EngineChunk(run, (Tensor.of("codes", codes),))] if len(codes) else []
 
 
 def _can_work(run: Run) -> bool:
-    speaker: Speaker = run.state
-    return not run.blocked and (bool(speaker.waiting) or speaker.ended)
+    state: SpeechRunState = run.state
+    return not run.blocked and (state.has_text or state.ended)
 
 
-def _end(run: Run, speaker: Speaker) -> EngineEvent:
-    """An answer may be silent, its text is there; who only wanted to hear a text must be told that it cannot be."""
-    if not run.upstream and not speaker.frames:
-        return EngineFailed(run, BadRequest("nothing in it can be read aloud; the voice reads English", "input"))
-    return EngineFinished(run, "stop", {"audio_frames": speaker.frames, "spoken_chars": speaker.spoken_chars})
+def _end(run: Run, state: SpeechRunState) -> EngineEvent:
+    """An answer may be silent, since its text was sent as well; a request for speech alone fails instead."""
+    if not run.upstream and not state.frames:
+        return EngineFailed(run, BadRequest(UNREADABLE, "input"))
+    return EngineFinished(run, "stop", {"audio_frames": state.frames, "spoken_chars": state.spoken_chars})
 
 
 def talker_engine(context: EngineContext) -> TalkerEngine:

@@ -18,6 +18,10 @@ LOG_MAGNITUDE_MAX = 7.0  # hibari's own ceiling
 LONGEST_WORD = 50  # hibari's reader takes time by the third power of a word's length: 8 s for one of 300 characters
 _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 _PIECE = re.compile(rf"\S{{0,{LONGEST_WORD - 1}}}[^\w\s](?=\S)|\S{{1,{LONGEST_WORD}}}")
+_CAPITALS = re.compile(r"\b[A-Z]{2,}(?:'[A-Z]+)?\b|\bA\b")
+MAX_PIECE_S = 12.0
+"""Longest speech of one step; other runs wait for it. The network takes about 9 ms for a second of speech."""
+PHONEMES_PER_S = 18.0  # measured: 17 to 19 at speed 1
 FASTEST = 2.0  # the network gives each sound a frame at least; beyond this it would not get much shorter
 
 
@@ -40,31 +44,51 @@ class Voice:
         self._hibari = Hibari(VOICE, threads=1)
         self._hibari.g2p("Load the words.")
 
-    def phonemes(self, text: str) -> list[str]:
-        """Phonemes of a text in pieces that the network takes at once; empty if there is nothing to say."""
-        text = shortened(text)
+    def phonemes(self, text: str, speed: float = 1.0) -> list[str]:
+        """Phonemes of a clause in pieces of at most MAX_PIECE_S; empty if there is nothing to say."""
+        text = shortened(self._without_capitals(text))
         try:
-            return self._hibari.phonemize(text)
+            sentences = self._hibari.phonemize(text)
         except (LookupError, ValueError):  # its reader of numbers ends at 10**36 and takes some signs for digits
-            return self._hibari.phonemize(spelled(text))
+            sentences = self._hibari.phonemize(spelled(text))
+        longest = int(MAX_PIECE_S * PHONEMES_PER_S * min(speed, FASTEST))
+        return [piece for sentence in sentences for piece in cut(sentence, longest)]
+
+    def _without_capitals(self, clause: str) -> str:
+        """A clause all in capitals in small letters, so that it is read as words. Abbreviations, which the lexicon does
+        not know in small letters, stay, and so does a word alone."""
+        if clause.upper() != clause or len(clause.split()) < 2:
+            return clause
+        known = self._hibari.g2p.lexicon.golds
+        return _CAPITALS.sub(lambda word: word[0].lower() if word[0].lower() in known else word[0], clause)
 
     def frames(self, phonemes: str, speed: float) -> Frames:
         """Frames of one piece; none if the network's alphabet has none of its signs."""
         ids = self._hibari.ids(phonemes)
         if len(ids) < 3:  # only the silence at both ends
             return Frames(np.zeros((0, 2 * BINS), np.float32), np.zeros(0, np.float32))
-        given = {
+        inputs = {
             "ids": np.asarray([ids], np.int64),
             "speed": np.asarray([min(speed, FASTEST)], np.float32),
         }
         harmonic, _phase, noise, free, _free_phase, pitch_hz = (
-            np.asarray(out)[0] for out in self._hibari.sess.run(None, given)
+            np.asarray(out)[0] for out in self._hibari.sess.run(None, inputs)
         )
         spectrum = np.concatenate([np.minimum(harmonic, LOG_MAGNITUDE_MAX), _fold(noise, free)]).T
         if speed <= FASTEST:
             return Frames(spectrum, pitch_hz)
         kept = np.arange(0, len(spectrum), speed / FASTEST).astype(np.int64)
         return Frames(spectrum[kept], pitch_hz[kept])
+
+
+def cut(phonemes: str, longest: int) -> list[str]:
+    """The phonemes in pieces of at most `longest`, cut between words where there are any."""
+    pieces: list[str] = []
+    while len(phonemes) > longest:
+        end = phonemes.rfind(" ", 1, longest + 1)
+        pieces.append(phonemes[: end if end > 0 else longest])
+        phonemes = phonemes[len(pieces[-1]) :].lstrip()
+    return [*pieces, phonemes] if phonemes else pieces
 
 
 def shortened(text: str) -> str:

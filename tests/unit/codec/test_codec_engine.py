@@ -12,8 +12,9 @@ import pytest
 from tests.kit import engine_driver as drive
 from triton_omni.backends.codec.decoder import Window
 from triton_omni.backends.codec.engine import CodecEngine, CodecOptions
+from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.engine import EngineOutput, Run
-from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.generate import GenerateRequest
 
 LEFT, RIGHT, HOP = 2, 3, 4
@@ -159,6 +160,15 @@ def test_a_chunk_that_the_queue_cannot_hold_is_refused(key: str) -> None:
     assert drive.end(events).usage == {"audio_samples": 60 * HOP}
     with pytest.raises(ValueError, match="max_queued_frames"):
         engine(max_queued_frames=24 + RIGHT)
+
+
+def test_a_chunk_without_codes_is_an_error_that_names_edge_and_key() -> None:
+    codec, run = engine(), fed_run()
+    codec.open(run)
+    chunk = Chunk(b"", "talker", tensors=(Tensor.of("codez", frames(5)),))
+    with pytest.raises(StageFailed, match="'codes'") as error:
+        codec.feed(run, chunk, last=False)
+    assert error.value.where == "talker->code2wav"
 
 
 def test_runs_of_different_lengths_share_steps_and_sound_as_alone() -> None:

@@ -37,6 +37,8 @@ def speaking(text: str, **fields) -> GenerateRequest:
         asking(stages={"thinker": {"temperature": 0.5}, "code2wav": {"chunk_frames": 50}, "talker": {}}),
         speaking("Hello."),
         speaking("x" * 4096),
+        speaking("An ordinary sentence of common words. " * 107, speech=SpeechParams(speed=0.25)),
+        speaking("Привет. Hello."),
     ],
 )
 def test_what_the_pipeline_can_do_passes(request_: GenerateRequest) -> None:
@@ -46,6 +48,11 @@ def test_what_the_pipeline_can_do_passes(request_: GenerateRequest) -> None:
 @pytest.mark.parametrize(
     ("request_", "field", "says"),
     [
+        (speaking("9" * 4096, speech=SpeechParams(speed=0.25)), "input", "3600 s"),
+        (speaking("W" * 4096, speech=SpeechParams(speed=0.25)), "input", "3600 s"),
+        (speaking("Привет, мир!"), "input", "English"),
+        (speaking("你好，世界。"), "input", "English"),
+        (speaking("🎉🎉"), "input", "English"),
         (asking(speech=SpeechParams(voice="alloy")), "speech.voice", "heart"),
         (asking(speech=SpeechParams(voice="")), "speech.voice", "heart"),
         (asking(speech=SpeechParams(language="de")), "speech.language", "en"),

@@ -105,4 +105,6 @@ def test_no_word_is_lost_or_spoken_twice(seed: int) -> None:
 
 def test_speakable_drops_what_has_no_reading() -> None:
     assert speakable("snake_case | **x** 👍🏽") == "snake case x"
+    assert speakable("Hello Привет, 你好 café naïve Łódź, ﬁne") == "Hello , café naïve Łódź, ﬁne"
+    assert speakable("नमस्ते ελλάδα 가나다") == ""
     assert speakable("#1 costs $5 & 3^2") == "#1 costs $5 & 3^2"

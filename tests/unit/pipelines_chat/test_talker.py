@@ -15,10 +15,12 @@ from tests.kit import engine_driver as drive
 from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFailed, EngineFinished, Run
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, SpeechParams
+from triton_omni.backends.pipelines.chat.clauses import estimated_speech_s
 from triton_omni.backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
 from triton_omni.backends.pipelines.chat.talker import QUEUE_CLAUSES, TalkerEngine
-from triton_omni.backends.pipelines.chat.voice import BINS, LONGEST_WORD, Voice, shortened
+from triton_omni.backends.pipelines.chat.voice import BINS, LONGEST_WORD, MAX_PIECE_S, Voice, shortened
 
+FRAMES_PER_S = 80
 TEXT = "Hello there. Dr. Smith has 3.14 apples, and you? 🎉 No stop at the end"
 
 
@@ -85,7 +87,9 @@ def test_nothing_to_say_is_silence_and_a_proper_end(talker: TalkerEngine, text: 
     assert isinstance(drive.end(events), EngineFinished)
 
 
-@pytest.mark.parametrize("text", ["🎉🎉", "...!?", "你好，世界。", "مرحبا"])
+@pytest.mark.parametrize(
+    "text", ["🎉🎉", "...!?", "你好，世界。", "مرحبا", "Привет, мир!", "ελλάδα", "हिन्दी", "가나다"]
+)
 def test_a_text_that_cannot_be_read_is_refused_where_it_is_all_there_is(talker: TalkerEngine, text: str) -> None:
     failed = drive.end(drive.run_with(talker, speech_run(text)))
     assert isinstance(failed, EngineFailed) and isinstance(failed.error, BadRequest) and failed.error.where == "input"
@@ -113,6 +117,46 @@ def test_runs_take_turns(talker: TalkerEngine) -> None:
     while talker.has_work:
         order += [event.run for event in talker.step() if isinstance(event, EngineChunk)]
     assert order == runs * 3
+
+
+def test_a_new_run_speaks_before_the_long_ones_go_on(talker: TalkerEngine) -> None:
+    long = [speech_run("One is here. Two is there. Three is gone.") for _ in range(3)]
+    for run in long:
+        talker.open(run)
+    for _ in range(4):
+        talker.step()
+    late = speech_run("Four is new.")
+    talker.open(late)
+    assert talker.step()[0].run is late
+
+
+@pytest.mark.parametrize("speed", [0.25, 1.0, 4.0])
+@pytest.mark.parametrize("text", ["1" * 300, "9 " * 140, "W" * 300, "$1,234,567.89 " * 20, "the quick brown fox " * 14])
+def test_no_step_speaks_for_long(talker: TalkerEngine, text: str, speed: float) -> None:
+    """Others wait for the step; what a text costs is not its length but what its digits and signs are read as."""
+    chunks = drive.codes(drive.run_with(talker, speech_run(text, speed)))
+    assert max(map(len, chunks)) <= 1.25 * MAX_PIECE_S * FRAMES_PER_S
+
+
+@pytest.mark.parametrize(
+    "text", ["1" * 300, "9 " * 140, "WXZ " * 70, "a % & @ # + = " * 20, "the quick brown fox " * 14]
+)
+def test_the_estimate_of_a_texts_length_is_not_far_too_low(talker: TalkerEngine, text: str) -> None:
+    frames = sum(map(len, drive.codes(drive.run_with(talker, speech_run(text)))))
+    assert 0.95 * frames / FRAMES_PER_S <= estimated_speech_s(text) <= 3 * frames / FRAMES_PER_S
+
+
+def test_a_clause_in_capitals_is_read_as_words(voice: Voice) -> None:
+    assert "THIS" not in voice._without_capitals("HELLO THIS IS ALL CAPS.")
+    words = voice.phonemes("hello this is all caps. it is me and he is there.")
+    assert voice.phonemes("HELLO THIS IS ALL CAPS. IT IS ME AND HE IS THERE.") == words
+
+
+@pytest.mark.parametrize("text", ["FBI", "THE FBI AND THE CIA ARE HERE.", "The US is big.", "I", "NASA", "It is US."])
+def test_abbreviations_stay_spelled(voice: Voice, text: str) -> None:
+    kept = [word for word in text.strip(".").split() if word in ("FBI", "CIA", "US", "I")]
+    assert all(word in voice._without_capitals(text).strip(".").split() for word in kept)
+    assert voice.phonemes("THE FBI IS HERE.") == voice.phonemes("the FBI is here.")
 
 
 def test_blocked_run_waits_and_others_go_on(talker: TalkerEngine) -> None:
@@ -167,7 +211,7 @@ def test_an_unreadable_clause_ends_its_own_run_only(
     other = speech_run(TEXT)
     talker.open(other)
     with monkeypatch.context() as patch:
-        patch.setattr(voice, "phonemes", lambda _text: [].pop())
+        patch.setattr(voice, "phonemes", lambda *_: [].pop())
         failed = talker.step()
     assert [type(event) for event in failed] == [EngineFailed] and not talker.has_work
     assert isinstance(drive.end(drive.run_with(talker, speech_run(TEXT))), EngineFinished)

@@ -412,6 +412,16 @@ def test_an_adapter_that_fails_ends_only_this_run(at):
     b.until(lambda: peer.connector.in_flight == 0)
 
 
+def test_a_chunk_without_what_the_adapter_reads_fails_its_run_naming_edge_and_key(at):
+    b = at("wave")
+    run = b.open(upstream=("frames",), wanted=("audio",))
+    peer = b.producer("frames")
+    assert peer.put(Chunk(run, "frames", 0, False, (Tensor.of("framez", np.zeros((3, 5), np.float32)),)))
+    b.until(lambda: b.stub.of(msg.FailedMessage))
+    (failed,) = b.stub.of(msg.FailedMessage)
+    assert failed.error.where == "frames->wave" and "'frames'" in failed.error.message
+
+
 def test_an_engine_that_breaks_in_a_step_ends_every_run_and_the_worker(at):
     b = at("tokens")
     first = b.open(wanted=("text",), request=chat(100))
