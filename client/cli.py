@@ -25,6 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(given)
+    if options.command == "key":
+        return _new_key(options.id)
     if options.command in server.COMMANDS and not (options.command == "doctor" and options.no_setup):
         code = server.run(options, given)
         if options.command != "doctor" or options.deploy or options.health:
@@ -65,6 +67,17 @@ def _ask_server(options: argparse.Namespace) -> int:
         return 130
 
 
+def _new_key(key_id: str) -> int:
+    """Print a new API key of the proxy, and its entry for the file of keys."""
+    import msgspec
+
+    from triton_omni.openai.http.access import new_key
+
+    key, entry = new_key(key_id)
+    show(f"key    {key}\nentry  {msgspec.json.encode(entry).decode()}\n")
+    return 0
+
+
 def _failed(reason: str) -> int:
     print(f"triton-omni: {reason}", file=sys.stderr)
     return 1
@@ -99,6 +112,9 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.choices["doctor"]
     _add_triton(doctor)
     _add_metrics(doctor)
+
+    keys = commands.add_parser("key", help="API keys of the proxy").add_subparsers(required=True, metavar="COMMAND")
+    keys.add_parser("new", help="print a new key and its entry for --api-keys").add_argument("id", help="its name")
 
     view = _command(commands, "top", "live view of a running server")
     _add_metrics(view)

@@ -20,4 +20,5 @@ EXPOSE 9000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
     CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:9000/health', timeout=4)"]
 ENTRYPOINT ["python", "-m", "triton_omni.openai", "--host", "0.0.0.0", "--port", "9000"]
-CMD ["--triton", "server:8001"]
+# compose.yaml publishes the port on the host's loopback only; publish it elsewhere with --api-keys (docs/security.md)
+CMD ["--triton", "server:8001", "--insecure"]

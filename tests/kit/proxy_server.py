@@ -19,17 +19,19 @@ import openai
 import uvicorn
 
 from triton_omni.openai.backend import Backend
-from triton_omni.openai.http.app import Settings, make_app
-from triton_omni.openai.http.protocol import Protocol
+from triton_omni.openai.http.app import make_app
+from triton_omni.openai.http.protocol import KEEP_ALIVE_S, MAX_HEAD_BYTES, Protocol
+from triton_omni.openai.http.settings import Settings
 
 JOIN_S = 20.0
 
 
 @dataclass(frozen=True)
 class RunningProxy:
-    """Where a proxy listens."""
+    """Where a proxy listens; `pid` of one that is a process of its own."""
 
     port: int
+    pid: int = 0
 
     @property
     def root(self) -> str:
@@ -61,7 +63,7 @@ def proxy_process(*options: str) -> Iterator[RunningProxy]:
         else:
             raise AssertionError(f"the proxy did not start: {''.join(said)}")
         threading.Thread(target=child.stdout.read, daemon=True).start()  # a full pipe would stop it
-        yield RunningProxy(port)
+        yield RunningProxy(port, child.pid)
     finally:
         child.terminate()
         assert child.wait(JOIN_S) in (0, -signal.SIGTERM), f"the proxy ended with {child.returncode}"
@@ -69,12 +71,14 @@ def proxy_process(*options: str) -> Iterator[RunningProxy]:
 
 
 @contextmanager
-def running_proxy(backend: Backend, settings: Settings | None = None) -> Iterator[RunningProxy]:
+def running_proxy(
+    backend: Backend, settings: Settings | None = None, *, keep_alive_s: float = KEEP_ALIVE_S
+) -> Iterator[RunningProxy]:
     """A proxy for the `with` body."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         make_app(backend, settings or Settings()), log_level="warning", timeout_graceful_shutdown=1, lifespan="on",
-        http=Protocol,
+        http=Protocol, timeout_keep_alive=keep_alive_s, h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)

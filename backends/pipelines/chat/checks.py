@@ -38,8 +38,6 @@ def check(request: GenerateRequest) -> None:
 
 def _check_chat(request: GenerateRequest) -> None:
     check_messages(request)
-    if not any(message.role == "user" for message in request.messages):
-        raise BadRequest("at least one message of role 'user' is needed", "messages")
     if request.input:
         raise BadRequest("operation 'chat' reads messages; 'input' belongs to operation 'speech'", "input")
 

@@ -60,7 +60,7 @@ def serve(options: argparse.Namespace, report: Report) -> int:
         Watch(Bounds(silent_s=options.silent_s, stage_silent_s=options.stage_silent_s)),
         server_log=new_log(home, "server"),
         proxy_log=new_log(home, "proxy"),
-        proxy=() if options.no_proxy else proxy_command(launch),
+        proxy=() if options.no_proxy else proxy_command(launch, insecure=options.insecure),
         start_timeout_s=options.start_timeout_s,
         info_file=options.info_file,
         welcome="" if options.info_file else welcome(launch, not options.no_proxy),
@@ -134,11 +134,12 @@ def public_models(repositories: Sequence[Path]) -> list[str]:
     return [name for name, text in configs.items() if 'key: "pipeline"' in text and 'key: "stage"' not in text]
 
 
-def proxy_command(launch: Launch) -> list[str]:
+def proxy_command(launch: Launch, *, insecure: bool = False) -> list[str]:
     """The command of the OpenAI proxy. It gets the pipelines as options: the index of models needs the key."""
     own = launch.api().host
     options = ["--triton", f"{own}:{launch.ports.grpc}", "--metrics", f"{own}:{launch.ports.metrics}"]
     options += ["--host", launch.host, "--port", str(launch.ports.openai)]
+    options += ["--insecure"] if insecure else []
     for name in public_models(launch.repositories):
         options += ["--model", name]
     return [launch.server.environment[paths.ENGINE_PYTHON_VARIABLE], "-m", "triton_omni.openai", *options]

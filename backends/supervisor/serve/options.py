@@ -28,6 +28,7 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--key-file", type=Path, metavar="FILE", help="file with the operator's key, made if missing (default: new key)"
     )
+    add("--insecure", action="store_true", help="let the proxy listen on --host without an API key (docs/security.md)")
     add("--start-timeout-s", type=float, default=900.0, help="how long the models may take to load")
     add("--exit-timeout-s", type=int, default=EXIT_TIMEOUT_S, help="how long open requests may take to end at shutdown")
     add("--silent-s", type=float, default=SILENT_S, help="server or orchestrator without an answer for this long: hung")

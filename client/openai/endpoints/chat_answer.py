@@ -115,7 +115,7 @@ class ChoiceStream:
         """Choices for a piece."""
         if piece.event.type == "text" and piece.text is not None:
             calls = list(self._new_calls(piece.event))
-            if piece.text or not calls:
+            if piece.text or logprobs_of(piece.event, 0):
                 yield self._text(piece.text, piece.event)
             if calls:
                 yield self._choice({"tool_calls": calls})

@@ -46,6 +46,10 @@ async def read_chat(body: ChatBody, context: RequestContext) -> ChatCall:
         raise invalid("stream_options", "'stream_options' is only for streams: set 'stream' to true.")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
+    if body.min_tokens:
+        raise unsupported("min_tokens", "'min_tokens' is not supported; 'ignore_eos' with 'max_tokens' fixes a length.")
+    if body.chat_template_kwargs is not None and body.chat_template_kwargs.enable_thinking:
+        raise unsupported("chat_template_kwargs.enable_thinking", "No model here has a thinking mode.")
     modalities = _modalities(body)
     audio_format = _audio_format(body, modalities)
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -55,15 +59,14 @@ async def read_chat(body: ChatBody, context: RequestContext) -> ChatCall:
     wants_audio = body.mm_processor_kwargs is not None and body.mm_processor_kwargs.use_audio_in_video is True
     reader = MessageReader(context, body.model, with_video_audio=wants_audio)
     messages = await reader.read(body.messages)
+    voice = None if body.audio is None else context.services.voice_of(name_of(body.audio.voice))
     request = GenerateRequest(
         operation="chat",
         messages=messages,
         modalities=modalities,
         sampling=sampling,
         image=image,
-        speech=SpeechParams(
-            None if body.audio is None else voice_of(body.audio.voice), body.language, body.speed or 1.0
-        ),
+        speech=SpeechParams(voice, body.language, body.speed or 1.0),
         tools=tools,
         tool_choice=tool_choice,
         stages=body.stages or {},
@@ -118,7 +121,7 @@ def _audio_format(body: ChatBody, modalities: tuple[str, ...]) -> str | None:
     return body.audio.format
 
 
-def voice_of(voice: str | VoiceId) -> str:
+def name_of(voice: str | VoiceId) -> str:
     """A voice's name, sent as a string or as {"id": name}."""
     return voice if isinstance(voice, str) else voice.id
 

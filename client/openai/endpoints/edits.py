@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from triton_omni.media import Media
-from triton_omni.openai.endpoints.image_request import UNSUPPORTED, EditSources, read_image_call
+from triton_omni.openai.endpoints.image_request import EditSources, read_image_call
 from triton_omni.openai.endpoints.images import image_response
 from triton_omni.openai.endpoints.messages import media_errors
 from triton_omni.openai.endpoints.schemas import EditBody
@@ -29,7 +29,7 @@ async def edit(request: Request) -> Response:
     context = context_of(request)
     async with opened_form(request) as form:
         images, mask = await _files(form)
-        body = parse_form(EditBody, form, (*IMAGES, "mask"), UNSUPPORTED)
+        body = parse_form(EditBody, form, (*IMAGES, "mask"), context.ignored)
         await context.services.catalogue.check_media(body.model, "image", "image")
     sources = await _sources(images, mask, Media(context.share.take), context.services.pools.media)
     return await image_response(context, read_image_call(body, sources))

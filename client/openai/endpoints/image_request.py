@@ -26,14 +26,6 @@ OPTIONS = {
 }  # fmt: skip
 """Field of ImageParams → the parameter it comes from."""
 PARAMS = {"input": "prompt", **{f"image.{option}": param for option, param in OPTIONS.items()}}
-UNSUPPORTED = {
-    **dict.fromkeys(("complexity", "frame_count", "frame_duration_ms", "svg"), "is for formats not supported here."),
-    **dict.fromkeys(
-        ("cache_backend", "cache_config", "vae_use_slicing", "vae_use_tiling", "generator_device", "flow_shift"),
-        "is set by the server's deploy file, not by clients.",
-    ),
-}
-"""Parameters of OpenAI and of vLLM-Omni that are refused, and why."""
 OLD_QUALITIES = {"standard": "medium", "hd": "high"}
 
 
@@ -93,7 +85,9 @@ def read_image_call(body: ImageBody, sources: EditSources | None = None) -> Imag
     if body.output_compression not in (None, 100) and file_format == "png":
         raise invalid("output_compression", "'output_compression' is for jpeg and webp only.")
     quality = body.quality or "auto"
-    params = msgspec.structs.replace(image_params(body), n=body.n or 1, seed=body.seed, **previews)
+    params = msgspec.structs.replace(
+        image_params(body), n=body.n or 1, seed=None if body.seed == -1 else body.seed, **previews
+    )
     return ImageCall(
         call=_call(body, params, sources),
         is_stream=body.stream is True,
@@ -125,9 +119,6 @@ def image_params(body: ChatBody | ImageBody) -> ImageParams:
     width, height = _size(body.size)
     lora, scale = body.lora, body.lora_scale
     if isinstance(lora, LoraChoice):
-        for param, value in (("lora.path", lora.path), ("lora.int_id", lora.int_id)):
-            if value is not None:
-                raise unsupported(param, "A LoRA is selected by 'name'; the deploy file says where it is.")
         lora, scale = lora.name, scale if lora.scale is None else lora.scale
     return ImageParams(
         width=width,

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from triton_omni.backends.wire import Event, ImagePiece, OmniError
-from triton_omni.openai.endpoints.image_request import UNSUPPORTED, ImageCall, read_image_call
+from triton_omni.openai.endpoints.image_request import ImageCall, read_image_call
 from triton_omni.openai.endpoints.schemas import ImageBody, Json
 from triton_omni.openai.http import sse
 from triton_omni.openai.http.bodies import read_json
@@ -27,7 +27,7 @@ _VERBS = {"image": "make images from text", "edit": "edit images"}
 
 async def generate(request: Request) -> Response:
     """Make images."""
-    return await image_response(context_of(request), read_image_call(await read_json(request, ImageBody, UNSUPPORTED)))
+    return await image_response(context_of(request), read_image_call(await read_json(request, ImageBody)))
 
 
 async def image_response(context: RequestContext, call: ImageCall) -> Response:

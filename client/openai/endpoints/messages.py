@@ -53,12 +53,14 @@ class MessageReader:
         if message.audio is not None:
             spoken = self._transcript(message.audio.id, f"{path}.audio.id")
             return content if isinstance(content, str) and content else spoken
+        if not content and message.role == "assistant":
+            return ""  # it called functions, drew images, refused, or said nothing
         if content is None:
-            if message.tool_calls or message.images is not None:
-                return ""
             raise missing(f"{path}.content")
         if isinstance(content, str):
             return content
+        if not content:
+            raise invalid(f"{path}.content", f"'{path}.content' must have at least 1 entries (got 0).")
         parts = [await self._parts(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
         return tuple(part for several in parts for part in several)
 

@@ -6,16 +6,18 @@ A field that is null counts as not sent. An unknown field is refused, so that a 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from triton_omni.backends.wire import Deadlines
+from triton_omni.openai.http.parsing import Strict
 
 Json = dict[str, Any]
-Ignored = Any
-"""Accepted because SDKs and frameworks send it; it means nothing to this server."""
+Names = frozenset[str]
+Reasons = Mapping[str, str]
 
 MAX_PROMPT_CHARS = 32_000
 MAX_INPUT_CHARS = 4096
@@ -48,11 +50,7 @@ InputAudioFormat = Literal["wav", "mp3", "flac", "opus", "ogg", "aac", "m4a", "m
 ImageQuality = Literal["auto", "low", "medium", "high", "xhigh", "max", "standard", "hd"]
 
 
-class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of bodies and of their inner objects."""
-
-
-class _Common(_Strict, kw_only=True):
+class _Common(Strict, kw_only=True):
     """What every route takes: the model and this server's own parameters."""
 
     model: Text
@@ -63,37 +61,29 @@ class _Common(_Strict, kw_only=True):
     stages: dict[str, Json] | None = None
 
 
-class _WithIgnored(_Common, kw_only=True):
-    """Parameters of OpenAI's JSON bodies that mean nothing here."""
+class _JsonBody(_Common, kw_only=True):
+    """The same, and what OpenAI's JSON bodies have beside."""
 
-    metadata: Ignored = None
-    user: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    prompt_cache_options: Ignored = None
-    reasoning_effort: Ignored = None
-    verbosity: Ignored = None
-    prediction: Ignored = None
-    web_search_options: Ignored = None
-    moderation: Ignored = None
+    ignored_fields: ClassVar[Names] = frozenset((
+        "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "prompt_cache_options", "reasoning_effort", "verbosity", "prediction", "web_search_options", "moderation",
+    ))  # fmt: skip
 
 
 # --- images ---
 
 
-class LoraChoice(_Strict, kw_only=True):
-    """vLLM-Omni's form of a LoRA. `path` and `int_id` are refused: the deploy file says which LoRAs exist."""
+class LoraChoice(Strict, kw_only=True):
+    """vLLM-Omni's form of a LoRA."""
 
+    refused_fields: ClassVar[Reasons] = dict.fromkeys(
+        ("path", "int_id"), "is in the deploy file; a LoRA is selected by 'name'."
+    )
     name: Annotated[str, Meta(max_length=200)]
     scale: LoraScale | None = None
-    path: Ignored = None
-    int_id: Ignored = None
 
 
-class _ImageOptions(_WithIgnored, kw_only=True):
+class _ImageOptions(_JsonBody, kw_only=True):
     """Parameters of images, in image routes and in chats."""
 
     size: Annotated[str, Meta(pattern=SIZE_PATTERN, description="auto, or WIDTHxHEIGHT in pixels")] | None = None
@@ -109,9 +99,18 @@ class _ImageOptions(_WithIgnored, kw_only=True):
 class ImageBody(_ImageOptions, kw_only=True):
     """POST /v1/images/generations"""
 
+    refused_fields: ClassVar[Reasons] = {
+        **dict.fromkeys(
+            ("complexity", "frame_count", "frame_duration_ms", "svg"), "is for formats not supported here."
+        ),
+        **dict.fromkeys(
+            ("cache_backend", "cache_config", "vae_use_slicing", "vae_use_tiling", "generator_device", "flow_shift"),
+            "is set by the server's deploy file, not by clients.",
+        ),
+    }
     prompt: Annotated[str, Meta(max_length=MAX_PROMPT_CHARS)]
     n: Annotated[int, Meta(ge=1, le=MAX_IMAGES)] | None = None
-    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    seed: Annotated[int, Meta(ge=-1, le=MAX_SEED, description="-1: random")] | None = None
     stream: bool | None = None
     partial_images: Annotated[int, Meta(ge=0, le=3)] | None = None
     preview_every: Annotated[int, Meta(ge=0, le=1000)] | None = None
@@ -132,19 +131,19 @@ class EditBody(ImageBody, kw_only=True):
 # --- chat ---
 
 
-class InputAudio(_Strict, kw_only=True):
+class InputAudio(Strict, kw_only=True):
     """Audio as base64. `format` is not relied on: the data says what it is."""
 
     data: Url
     format: InputAudioFormat
 
 
-class ImageUrl(_Strict, kw_only=True):
+class ImageUrl(Strict, kw_only=True):
     url: Url
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class MediaUrl(_Strict, kw_only=True):
+class MediaUrl(Strict, kw_only=True):
     url: Url
 
 
@@ -194,44 +193,48 @@ class AudioReference(msgspec.Struct, kw_only=True):
     id: Text
 
 
-class ChatMessage(_Strict, kw_only=True):
-    """One turn. The fields from `images` on are replayed by clients from answers of OpenAI and of other servers."""
+class ChatMessage(Strict, kw_only=True):
+    """One turn. Clients replay fields of the answers of OpenAI and of other servers."""
 
+    ignored_fields: ClassVar[Names] = frozenset((
+        "images", "refusal", "annotations", "function_call", "weight", "reasoning", "reasoning_content",
+        "reasoning_details", "thinking_blocks", "provider_specific_fields", "cache_control", "parsed",
+    ))  # fmt: skip
     role: Role
-    content: Text | Annotated[list[ContentPart], Meta(min_length=1)] | None = None
+    content: Text | list[ContentPart] | None = None
     name: Text | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Text | None = None
     audio: AudioReference | None = None
-    images: Ignored = None
-    refusal: Ignored = None
-    annotations: Ignored = None
-    function_call: Ignored = None
-    weight: Ignored = None
-    reasoning: Ignored = None
 
 
-class VoiceId(_Strict, kw_only=True):
+class VoiceId(Strict, kw_only=True):
     id: Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 VoiceName = Annotated[str, Meta(min_length=1, max_length=200)] | VoiceId
 
 
-class AudioOptions(_Strict, kw_only=True):
+class AudioOptions(Strict, kw_only=True):
     voice: VoiceName
     format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm16"]
 
 
-class StreamOptions(_Strict, kw_only=True):
+class StreamOptions(Strict, kw_only=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class ProcessorOptions(_Strict, kw_only=True):
+class ProcessorOptions(Strict, kw_only=True):
     """vLLM's name for: the audio of a video is read together with its frames."""
 
     use_audio_in_video: bool | None = None
+
+
+class TemplateOptions(Strict, kw_only=True):
+    """vLLM's name for: options of the chat template. No model here has a thinking mode that could be switched on."""
+
+    enable_thinking: bool | None = None
 
 
 class ResponseSchema(msgspec.Struct, kw_only=True):
@@ -295,19 +298,31 @@ class ChatBody(_ImageOptions, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
     ignore_eos: bool | None = None
     mm_processor_kwargs: ProcessorOptions | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
 
 
 # --- audio ---
 
 
-class SpeechBody(_WithIgnored, kw_only=True):
-    """POST /v1/audio/speech"""
+class SpeechBody(_JsonBody, kw_only=True):
+    """POST /v1/audio/speech. Audio is always sent as it is made, so `stream` changes nothing."""
 
+    ignored_fields: ClassVar[Names] = _JsonBody.ignored_fields | {"stream"}
     input: Annotated[str, Meta(max_length=MAX_INPUT_CHARS)]
     voice: VoiceName
     response_format: AudioFileFormat | Literal["pcm"] | None = None
     stream_format: Literal["audio", "sse"] | None = None
     instructions: Annotated[str, Meta(max_length=MAX_INPUT_CHARS)] | None = None
+
+
+class VadOptions(Strict, kw_only=True):
+    """How OpenAI cuts long audio into pieces; pipelines here decide that themselves."""
+
+    type: Literal["server_vad"]
+    prefix_padding_ms: Annotated[int, Meta(ge=0)] | None = None
+    silence_duration_ms: Annotated[int, Meta(ge=0)] | None = None
+    threshold: Fraction | None = None
 
 
 class TranscriptionBody(_Common, kw_only=True):
@@ -318,4 +333,4 @@ class TranscriptionBody(_Common, kw_only=True):
     timestamp_granularities: list[Literal["word", "segment"]] | None = None
     prompt: Text | None = None
     temperature: Fraction | None = None
-    chunking_strategy: Literal["auto"] | None = None
+    chunking_strategy: Literal["auto"] | VadOptions | None = None

@@ -11,12 +11,12 @@ from starlette.responses import Response, StreamingResponse
 
 from triton_omni.backends.wire import Deadlines, GenerateRequest, SpeechParams
 from triton_omni.openai.endpoints.chat_answer import usage_of
-from triton_omni.openai.endpoints.chat_request import voice_of
+from triton_omni.openai.endpoints.chat_request import name_of
 from triton_omni.openai.endpoints.schemas import SpeechBody
 from triton_omni.openai.http import sse
 from triton_omni.openai.http.bodies import read_json
 from triton_omni.openai.http.calls import BackendCall, BrokenOff, PieceStream, open_pieces
-from triton_omni.openai.http.context import context_of
+from triton_omni.openai.http.context import Services, context_of
 from triton_omni.openai.http.errors import ApiError, invalid, missing
 from triton_omni.openai.media import audio
 from triton_omni.pieces import Piece
@@ -27,7 +27,7 @@ async def speak(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, SpeechBody)
     file_format = body.response_format or "mp3"
-    pieces = await open_pieces(context, speech_call(body))
+    pieces = await open_pieces(context, speech_call(body, context.services))
     writer = SpeechWriter(file_format)
     if body.stream_format == "sse":
         await pieces.begin()
@@ -36,14 +36,16 @@ async def speak(request: Request) -> Response:
     return StreamingResponse(_rest(first, pieces, writer), media_type=audio.MEDIA_TYPES[file_format])
 
 
-def speech_call(body: SpeechBody) -> BackendCall:
+def speech_call(body: SpeechBody, services: Services) -> BackendCall:
     """The call. Raises ApiError naming the parameter."""
     if not body.input.strip():
         raise missing("input")
     request = GenerateRequest(
         operation="speech",
         input=body.input,
-        speech=SpeechParams(voice_of(body.voice), body.language, body.speed or 1.0, body.instructions or ""),
+        speech=SpeechParams(
+            services.voice_of(name_of(body.voice)), body.language, body.speed or 1.0, body.instructions or ""
+        ),
         stages=body.stages or {},
         deadlines=body.deadlines or Deadlines(),
         priority=body.priority or 0,

@@ -13,16 +13,39 @@ from triton_omni.openai.http.context import context_of
 from triton_omni.openai.http.errors import RETRY_AFTER_S, of_omni
 from triton_omni.openai.http.metrics import triton_metrics
 
+AUDIO_OPERATIONS = {"speech", "transcription"}
+
 
 async def list_models(request: Request) -> Response:
     """GET /v1/models"""
+    return JSONResponse({"object": "list", "data": await _entries(request)})
+
+
+async def list_audio_models(request: Request) -> Response:
+    """GET /v1/audio/models: those that speak or transcribe. Open WebUI reads `models`."""
+    entries = [entry for entry in await _entries(request) if AUDIO_OPERATIONS & set(entry["operations"])]
+    return JSONResponse({"object": "list", "data": entries, "models": [{"id": entry["id"]} for entry in entries]})
+
+
+async def list_voices(request: Request) -> Response:
+    """GET /v1/audio/voices: names of all models' voices, or those of `?model=`."""
+    services = context_of(request).services
+    model = request.query_params.get("model")
+    entries = await _entries(request) if model is None else [await services.catalogue.entry(model)]
+    voices = dict.fromkeys(voice for entry in entries for voice in entry.get("voices", ()))
+    aliases = [alias for alias, voice in services.voice_aliases.items() if voice in voices]
+    return JSONResponse({"voices": [*voices, *aliases], "uploaded_voices": []})
+
+
+async def _entries(request: Request) -> list[Facts]:
     catalogue = context_of(request).services.catalogue
     try:
         states = await catalogue.states()
     except OmniError as error:
         raise of_omni(error) from error
-    entries = [catalogue.entry_of(model, state) for model, state in states.items()]
-    return JSONResponse({"object": "list", "data": entries})
+    key = context_of(request).key
+    allowed = {model: state for model, state in states.items() if key is None or key.may_use(model)}
+    return [catalogue.entry_of(model, state) for model, state in allowed.items()]
 
 
 async def show_model(request: Request) -> Response:
@@ -31,21 +54,23 @@ async def show_model(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """GET /health: 200 if every pipeline has a ready instance of every stage, else 503; details either way."""
+    """GET /health: 200 if every pipeline has a ready instance of every stage, else 503; details for operators only."""
+    context = context_of(request)
+    with_details = context.key is not None and context.key.key.operator
     try:
-        states = await context_of(request).services.catalogue.states()
+        states = await context.services.catalogue.states()
     except OmniError as error:
-        return _health({}, error.line())
-    return _health(states, "" if states else "the server has no pipelines")
+        return _health({}, error.line(), with_details)
+    return _health(states, "" if states else "the server has no pipelines", with_details)
 
 
-def _health(states: dict[str, Facts], error: str) -> Response:
+def _health(states: dict[str, Facts], error: str, with_details: bool) -> Response:
     is_ready = bool(states) and all(state["ready"] for state in states.values())
-    content: Facts = {"status": "ok" if is_ready else "unavailable", "wire_version": wire.WIRE_VERSION}
-    if error:
-        content["error"] = error
+    content: Facts = {"status": "ok" if is_ready else "unavailable"}
+    if with_details:
+        content |= {"wire_version": wire.WIRE_VERSION, "pipelines": states} | ({"error": error} if error else {})
     headers = {"cache-control": "no-store"} | ({} if is_ready else {"retry-after": f"{RETRY_AFTER_S:.0f}"})
-    return JSONResponse({**content, "pipelines": states}, 200 if is_ready else 503, headers=headers)
+    return JSONResponse(content, 200 if is_ready else 503, headers=headers)
 
 
 async def show_metrics(request: Request) -> Response:

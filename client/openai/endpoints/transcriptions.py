@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -32,6 +33,11 @@ from triton_omni.openai.http.pools import in_thread
 from triton_omni.pieces import Piece
 
 PARAMS = {"messages": "file", "messages[0].content[0]": "file", "audio": "file"}
+DECODING = {
+    "seek": 0, "tokens": (), "temperature": 0.0, "avg_logprob": 0.0, "compression_ratio": 0.0, "no_speech_prob": 0.0,
+}  # fmt: skip
+"""Required by OpenAI's type of a segment, beside text and times; the value where a pipeline reports none."""
+_REGIONAL = re.compile(r"[A-Za-z]{2}[-_][A-Za-z]{2}")
 GRANULARITIES = "timestamp_granularities[]"
 
 
@@ -52,9 +58,9 @@ class Transcript:
         if not isinstance(segment, TranscriptPiece):
             return ""
         self.language = segment.language or self.language
-        self.segments.append(
-            {"id": len(self.segments), "start": segment.start_s, "end": segment.end_s, "text": segment.text}
-        )
+        self.segments.append({
+            "id": len(self.segments), "start": segment.start_s, "end": segment.end_s, "text": segment.text, **DECODING,
+        })  # fmt: skip
         self.words += [{"word": word.word, "start": word.start_s, "end": word.end_s} for word in segment.words]
         return segment.text
 
@@ -78,7 +84,7 @@ class Transcript:
         if delta := self.on(piece):
             yield _event("transcript.text.delta", {"delta": delta})
         if piece.event.type == "end":
-            yield _event("transcript.text.done", {"text": self.text, "usage": self.usage})
+            yield _event("transcript.text.done", {"text": self.text, **_token_usage(piece.event)})
 
 
 async def transcribe(request: Request) -> Response:
@@ -87,7 +93,7 @@ async def transcribe(request: Request) -> Response:
     pools = context.services.pools
     media = Media(context.share.take)
     async with opened_form(request) as form:
-        body = parse_form(TranscriptionBody, form, ("file",))
+        body = parse_form(TranscriptionBody, form, ("file",), context.ignored)
         _check(body)
         if "file" not in form:
             raise missing("file")
@@ -119,10 +125,6 @@ def _check(body: TranscriptionBody) -> None:
         raise unsupported("response_format", f"A stream carries text alone, not '{body.response_format}'.")
     if body.timestamp_granularities and body.response_format != "verbose_json":
         raise invalid(GRANULARITIES, "Times are part of the 'response_format' 'verbose_json'.")
-    if body.prompt:
-        raise unsupported("prompt", "A prompt is not supported here.")
-    if body.temperature:
-        raise unsupported("temperature", "Decoding is greedy: 'temperature' can only be 0.")
 
 
 def _call(body: TranscriptionBody, part: Part, media: Media) -> BackendCall:
@@ -130,7 +132,7 @@ def _call(body: TranscriptionBody, part: Part, media: Media) -> BackendCall:
     request = GenerateRequest(
         operation="transcription",
         messages=(Message("user", (part,)),),
-        transcription=TranscriptionParams(body.language, with_words),
+        transcription=TranscriptionParams(_language(body.language), with_words),
         stages=body.stages or {},
         deadlines=body.deadlines or Deadlines(),
         priority=body.priority or 0,
@@ -138,6 +140,19 @@ def _call(body: TranscriptionBody, part: Part, media: Media) -> BackendCall:
     error = unsupported(GRANULARITIES, f"'{body.model}' does not provide the times of single words.")
     errors = {"transcription": error, "transcription.word_timestamps": error} if with_words else {}
     return BackendCall(body.model, request, PARAMS, media.tensors, errors=errors)
+
+
+def _language(tag: str | None) -> str | None:
+    """The language of a tag with a region, such as en-US or pt_BR; other names as they are."""
+    return tag[:2] if tag and _REGIONAL.fullmatch(tag) else tag
+
+
+def _token_usage(end: Event) -> Json:
+    """The `usage` of a stream, which OpenAI counts in tokens; nothing where the pipeline does not count them."""
+    if "completion_tokens" not in end.usage:
+        return {}
+    read, written = (int(end.usage.get(name, 0)) for name in ("prompt_tokens", "completion_tokens"))
+    return {"usage": {"type": "tokens", "input_tokens": read, "output_tokens": written, "total_tokens": read + written}}
 
 
 def _json(transcript: Transcript, body: TranscriptionBody) -> Response:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -19,7 +19,7 @@ from triton_omni.backends.telemetry.traces import traces
 from triton_omni.fetch import is_any, is_public
 from triton_omni.openai.backend import Backend
 from triton_omni.openai.endpoints import chat, edits, images, speech, status, transcriptions
-from triton_omni.openai.http.bodies import BodyLimits
+from triton_omni.openai.http.access import Access
 from triton_omni.openai.http.budget import Budget
 from triton_omni.openai.http.catalogue import Catalogue
 from triton_omni.openai.http.context import Services
@@ -27,6 +27,7 @@ from triton_omni.openai.http.errors import ApiError
 from triton_omni.openai.http.guard import Guard
 from triton_omni.openai.http.metrics import ProxyMetrics
 from triton_omni.openai.http.pools import Pools
+from triton_omni.openai.http.settings import Settings
 from triton_omni.openai.http.transcripts import Transcripts
 
 ROUTES = (
@@ -36,52 +37,39 @@ ROUTES = (
     Route("/v1/audio/translations", transcriptions.translate, methods=["POST"]),
     Route("/v1/images/generations", images.generate, methods=["POST"]),
     Route("/v1/images/edits", edits.edit, methods=["POST"]),
+    Route("/v1/audio/voices", status.list_voices),
+    Route("/v1/audio/models", status.list_audio_models),
     Route("/v1/models", status.list_models),
+    Route("/v1/models/", status.list_models),
     Route("/v1/models/{model:path}", status.show_model),
     Route("/health", status.health),
     Route("/metrics", status.show_metrics),
 )
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Options of the proxy.
-
-    models        model id → pipeline; empty: every public model of the server
-    api_key       required of clients of /v1; empty: none
-    metrics_url   Triton's metrics; empty: only the proxy's own
-    private_urls  media may be fetched from any address, including this network's own
-    limits        bounds of request bodies
-    """
-
-    models: Mapping[str, str] = field(default_factory=dict[str, str])
-    api_key: str = ""
-    metrics_url: str = ""
-    private_urls: bool = False
-    limits: BodyLimits = field(default_factory=BodyLimits)
+EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-ignored-parameters", "x-ratelimit-limit-requests",
+                   "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests")  # fmt: skip
 
 
 def make_app(backend: Backend, settings: Settings) -> Starlette:
     """The application over a backend, which it closes when it ends."""
     services = Services(
         backend=backend,
-        catalogue=Catalogue(backend, settings.models),
+        catalogue=Catalogue(backend, settings.models, settings.model_aliases),
         transcripts=Transcripts(),
         pools=Pools(),
         budget=Budget(settings.limits.held_bytes),
         metrics=ProxyMetrics(settings.metrics_url),
         may_fetch=is_any if settings.private_urls else is_public,
+        voice_aliases=settings.voice_aliases,
+        access=Access(settings),
     )
     services.metrics.held_bytes.set_function(lambda: services.budget.held)
     tracer = traces("triton-omni-proxy")
-    guard = Middleware(
-        Guard,
-        services=services,
-        api_key=settings.api_key,
-        routes=frozenset(route.path for route in ROUTES),
-        limits=settings.limits,
-        traces=tracer,
-    )
+    routes = frozenset(route.path for route in ROUTES)
+    cors = Middleware(
+        CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",),
+        expose_headers=EXPOSED_HEADERS,
+    )  # fmt: skip
+    guard = Middleware(Guard, services=services, settings=settings, routes=routes, traces=tracer)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -91,12 +79,14 @@ def make_app(backend: Backend, settings: Settings) -> Starlette:
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 
-    return Starlette(
+    app = Starlette(
         routes=list(ROUTES),
-        middleware=[guard],
+        middleware=[cors, guard] if settings.cors_origins else [guard],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},  # pyright: ignore[reportArgumentType]
         lifespan=lifespan,
     )
+    app.state.access = services.access
+    return app
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:

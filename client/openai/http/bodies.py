@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -15,11 +15,12 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
-from triton_omni.openai.http.budget import HELD_BYTES, Share
+from triton_omni.openai.http.budget import Share
 from triton_omni.openai.http.context import context_of
 from triton_omni.openai.http.errors import ApiError
 from triton_omni.openai.http.parsing import load_json, parse_body
 from triton_omni.openai.http.pools import in_thread
+from triton_omni.openai.http.settings import BodyLimits
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -32,24 +33,12 @@ FREE_BYTES = 64 * 1024
 """Bytes of each body that are not counted: short requests pass while large ones fill the budget."""
 
 
+ENCODINGS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+"""Content-Encoding → zlib's window bits."""
+
+
 class ClientGone(Exception):
     """The client closed the connection."""
-
-
-@dataclass(frozen=True)
-class BodyLimits:
-    """Bounds of what clients send.
-
-    body_bytes   size of one body
-    held_bytes   all bodies not yet parsed and all decoded media together
-    silence_s    longest pause within a body
-    bytes_per_s  slowest average rate of a body that takes longer than `silence_s`
-    """
-
-    body_bytes: int = 64 * 1024 * 1024
-    held_bytes: int = HELD_BYTES
-    silence_s: float = 30.0
-    bytes_per_s: int = 16 * 1024
 
 
 class Receiver:
@@ -118,6 +107,29 @@ class Receiver:
                         return
 
 
+def decompressed(data: bytes, encoding: str, limit: int) -> bytes:
+    """A body without its Content-Encoding. Raises ApiError: 415, 400, or 413 for more than `limit` bytes."""
+    if encoding not in ENCODINGS:
+        message = f"Content-Encoding must be gzip, deflate or identity (got '{encoding[:100]}')."
+        raise ApiError(415, message, code="unsupported_content_encoding", param="Content-Encoding")
+    is_raw = encoding == "deflate" and int.from_bytes(data[:2]) % 31 != 0  # some clients leave zlib's header out
+    content = bytearray()
+    try:
+        while data:  # gzip allows several members
+            inflater = zlib.decompressobj(-zlib.MAX_WBITS if is_raw else ENCODINGS[encoding])
+            content += inflater.decompress(data, limit + 1 - len(content))
+            if len(content) > limit:
+                message = f"The decompressed body must be at most {limit} bytes."
+                raise ApiError(413, message, code="content_too_large")
+            if not inflater.eof:
+                raise zlib.error("the data ends early")
+            data = inflater.unused_data
+    except zlib.error as error:
+        message = f"The body is not valid {encoding}: {error}."
+        raise ApiError(400, message, code="invalid_content_encoding", param="Content-Encoding") from None
+    return bytes(content)
+
+
 def counted(nbytes: int) -> int:
     """The bytes of a body that count in the budget."""
     return max(0, nbytes - FREE_BYTES)
@@ -131,7 +143,7 @@ async def part_of(receive: Receive) -> Message:
     return message
 
 
-async def read_json(request: Request, kind: type[Body], known_unsupported: Mapping[str, str] = {}) -> Body:
+async def read_json(request: Request, kind: type[Body]) -> Body:
     """The JSON body as a struct. Raises ApiError naming the parameter."""
     context = context_of(request)
     # Request.body() would keep the bytes for as long as the response takes
@@ -140,4 +152,4 @@ async def read_json(request: Request, kind: type[Body], known_unsupported: Mappi
         values = load_json(data)
     else:
         values = await in_thread(context.services.pools.media, load_json, data)
-    return parse_body(kind, values, known_unsupported=known_unsupported, ignored=None)
+    return parse_body(kind, values, context.ignored)

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
 from triton_omni.backends import wire
 from triton_omni.backends.wire import GenerateRequest, OmniError
+from triton_omni.media.limits import SPEECH_HZ
+from triton_omni.openai.http.access import KeyUse
 from triton_omni.openai.http.context import RequestContext
 from triton_omni.openai.http.errors import ApiError, of_omni
 from triton_omni.pieces import Piece
@@ -32,12 +34,16 @@ class PieceStream:
     """The pieces of one or more runs as they arrive, each with the number of its run.
 
     A wait can time out without losing a piece. Use as a context manager: leaving it ends the runs that still go on.
+    Audio counts for `key`.
     """
 
-    def __init__(self, sources: Sequence[AsyncGenerator[Piece, None]], error_of: ErrorOf) -> None:
+    def __init__(
+        self, sources: Sequence[AsyncGenerator[Piece, None]], error_of: ErrorOf, key: KeyUse | None = None
+    ) -> None:
         self._sources = dict(enumerate(sources))
         self._open = set(self._sources)
         self._error_of = error_of
+        self._key = key
         self._pending: dict[int, asyncio.Task[Piece | None]] = {}
 
     async def __aenter__(self) -> PieceStream:
@@ -94,6 +100,8 @@ class PieceStream:
         piece = await anext(self._sources[run], None)
         if piece is not None and piece.event.outcome == "cancelled":
             raise wire.from_line("[cancelled] the request was aborted")
+        if piece is not None and piece.audio is not None and self._key is not None:
+            self._key.audio_s.spend(piece.audio.size / piece.sample_rate_hz)
         return piece
 
 
@@ -154,6 +162,10 @@ async def open_pieces(context: RequestContext, call: BackendCall) -> PieceStream
     context.share.give(context.body_bytes)
     context.share.take((call.runs - 1) * sum(tensor.nbytes for tensor in call.media.values()))  # each run sends them
     pipeline = await context.services.catalogue.pipeline_of(call.model)
+    key = context.key
+    if key is not None:
+        call = replace(call, request=key.limited(call.model, call.request))
+        key.audio_s.spend(call.media[wire.AUDIO].size / SPEECH_HZ if wire.AUDIO in call.media else 0.0)
     sources = [
         context.services.backend.generate(
             pipeline, call.request_of(run), media=call.media,
@@ -161,4 +173,4 @@ async def open_pieces(context: RequestContext, call: BackendCall) -> PieceStream
         )
         for run in range(call.runs)
     ]  # fmt: skip
-    return await context.stack.enter_async_context(PieceStream(sources, call.error_of))
+    return await context.stack.enter_async_context(PieceStream(sources, call.error_of, key))

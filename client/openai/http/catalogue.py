@@ -19,13 +19,21 @@ Facts = dict[str, Any]
 
 
 class Catalogue:
-    """Model id → pipeline: the configured names, else every public model of the server (asked every FRESH_S)."""
+    """Model id → pipeline: the configured names, else every public model of the server (asked every FRESH_S).
+
+    `aliases` are further names of these.
+    """
 
     def __init__(
-        self, backend: Backend, configured: Mapping[str, str], clock: Callable[[], float] = time.monotonic
+        self,
+        backend: Backend,
+        configured: Mapping[str, str],
+        aliases: Mapping[str, str] = {},
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
         self._configured = dict(configured)
+        self._aliases = aliases
         self._clock = clock
         self._listed: dict[str, str] = {}
         self._listed_s = float("-inf")
@@ -34,8 +42,10 @@ class Catalogue:
 
     async def models(self) -> dict[str, str]:
         """Model id → pipeline. Raises OmniError."""
-        if self._configured:
-            return self._configured
+        listed = self._configured or await self._public()
+        return listed | {alias: listed.get(model, model) for alias, model in self._aliases.items()}
+
+    async def _public(self) -> dict[str, str]:
         if self._clock() - self._listed_s > FRESH_S:
             self._listed = {m.name: m.name for m in await self._backend.models()}
             self._listed_s = self._clock()

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.types import Scope
 
 from triton_omni.fetch import IsAllowed
 from triton_omni.openai.backend import Backend
+from triton_omni.openai.http.access import Access, KeyUse
 from triton_omni.openai.http.budget import Budget, Share
 from triton_omni.openai.http.catalogue import Catalogue
 from triton_omni.openai.http.metrics import CLIENT_GONE, ProxyMetrics
@@ -22,7 +24,11 @@ _KEY = "triton_omni"
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """What all requests of one proxy share. `may_fetch` says which addresses URLs may lead to."""
+    """What all requests of one proxy share.
+
+    may_fetch      says which addresses URLs may lead to
+    voice_aliases  a client's name for a voice → the pipeline's
+    """
 
     backend: Backend
     catalogue: Catalogue
@@ -31,6 +37,12 @@ class Services:
     budget: Budget
     metrics: ProxyMetrics
     may_fetch: IsAllowed
+    voice_aliases: Mapping[str, str]
+    access: Access
+
+    def voice_of(self, voice: str) -> str:
+        """The pipeline's name of a voice."""
+        return self.voice_aliases.get(voice, voice)
 
 
 @dataclass(kw_only=True)
@@ -42,6 +54,8 @@ class RequestContext:
     body_bytes   of these, those of its body, until it has been parsed
     traceparent  W3C trace context that goes on to the server; "" for none
     status       of the response; CLIENT_GONE until it starts
+    key          that the request brought; None without one, which is allowed on some routes only
+    ignored      names of unknown parameters that were dropped; None: they are refused
     """
 
     services: Services
@@ -51,7 +65,8 @@ class RequestContext:
     traceparent: str = ""
     body_bytes: int = 0
     status: int = CLIENT_GONE
-    ignored: list[str] = field(default_factory=list[str])
+    ignored: list[str] | None = None
+    key: KeyUse | None = None
 
 
 def set_context(scope: Scope, context: RequestContext) -> None:

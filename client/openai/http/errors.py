@@ -20,7 +20,7 @@ _KINDS: dict[str, tuple[str, str]] = {
     "unavailable": ("server_error", "model_not_ready"),
     "cancelled": ("server_error", "client_cancelled"),
     "deadline_exceeded": ("server_error", "deadline_exceeded"),
-    "stage_failed": ("server_error", "internal_error"),
+    "stage_failed": ("server_error", "stage_failed"),
     "internal": ("server_error", "internal_error"),
 }
 """Our code → OpenAI's type and code."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 from typing import TypeVar, cast
 
@@ -15,7 +15,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from triton_omni.openai.http.errors import ApiError, invalid
-from triton_omni.openai.http.parsing import Values, from_text, parse_body
+from triton_omni.openai.http.parsing import Values, from_text, members, parse_body
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 MAX_FIELDS = 100
@@ -56,31 +56,26 @@ async def file_in(value: UploadFile | str, param: str) -> bytes:
     return await value.read()
 
 
-def parse_form(
-    kind: type[Body],
-    form: FormData,
-    files: Collection[str],
-    known_unsupported: Mapping[str, str] = {},
-    ignored: list[str] | None = None,
-) -> Body:
+def parse_form(kind: type[Body], form: FormData, files: Collection[str], ignored: list[str] | None = None) -> Body:
     """The fields that are no `files` as a struct. Raises ApiError naming the parameter.
 
-    SDKs write objects as `stages[words][n]` and arrays as `include[]`. A field that is not text is read as JSON.
+    SDKs write objects as JSON or as `stages[words][n]`, arrays as `include[]` or by repeating a name. An empty field
+    counts as not sent.
     """
     types = {field.encode_name: field.type for field in cast(inspect.StructType, inspect.type_info(kind)).fields}
     values: Values = {}
     for key, value in form.multi_items():
-        if key in files:
+        if key in files or value == "":
             continue
         if isinstance(value, UploadFile):
             raise invalid(key, f"'{key}' must not be a file.", "invalid_type")
         name = key.removesuffix("[]")
-        if key.endswith("[]") and _has(types.get(name), inspect.ListType):
+        if _has(types.get(name), inspect.ListType):
             values.setdefault(name, []).append(value)
         else:
-            _set(values, key, value, is_text=key in types and _has(types[key], inspect.StrType, inspect.LiteralType))
+            _set(values, key, value, types.get(key))
     try:
-        return parse_body(kind, values, known_unsupported=known_unsupported, ignored=ignored)
+        return parse_body(kind, values, ignored)
     except ApiError as error:
         name, bracket, _ = (error.param or "").partition("[")
         if bracket and _has(types.get(name), inspect.ListType):
@@ -90,11 +85,10 @@ def parse_form(
 
 def _has(node: inspect.Type | None, *kinds: type[inspect.Type]) -> bool:
     """True if a field may be of one of these types."""
-    members = node.types if isinstance(node, inspect.UnionType) else (node,)
-    return any(isinstance(member, kinds) for member in members)
+    return any(isinstance(member, kinds) for member in members(node))
 
 
-def _set(values: Values, key: str, value: str, *, is_text: bool) -> None:
+def _set(values: Values, key: str, text: str, node: inspect.Type | None) -> None:
     path = [key.partition("[")[0], *_INNER.findall(key)] if _NESTED.fullmatch(key) else [key]
     target = values
     for step in path[:-1]:
@@ -104,4 +98,6 @@ def _set(values: Values, key: str, value: str, *, is_text: bool) -> None:
         target = cast(Values, inner)
     if path[-1] in target:
         raise invalid(key, f"'{key}' is sent twice.")
-    target[path[-1]] = value if is_text and len(path) == 1 else from_text(value)
+    is_object = text.startswith("{") and _has(node, inspect.StructType)
+    is_text = _has(node, inspect.StrType, inspect.LiteralType) and not is_object
+    target[path[-1]] = text if is_text else from_text(text, node)

@@ -8,8 +8,8 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 from msgspec import inspect
@@ -18,12 +18,13 @@ from triton_omni.openai.http.errors import ApiError, invalid, missing, unsupport
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 Values = dict[str, Any]
-MAX_REPAIRS = 64
-"""Unknown fields that are null (or ignored on request) and whole floats in integer fields, per body."""
+MAX_DEPTH = 100
+"""Nested arrays and objects of a body; what handles the body further on is recursive."""
 MAX_SHOWN_CHARS = 100
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 _TYPE_ERROR = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
 _LENGTH_ERROR = re.compile(r"Expected `(\w+)` of length ([<>]=) (\d+)")
+_BOOLEANS = {"true": "true", "1": "true", "false": "false", "0": "false"}
 _WORDS = {
     "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean", "array": "an array",
     "object": "an object", "null": "null",
@@ -35,14 +36,16 @@ def load_json(data: bytes) -> Values:
     try:
         value = _loads(data.decode(json.detect_encoding(data)))
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
+        raise ApiError(400, f"The body cannot be read as JSON: {error}.", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
     return cast(Values, value)
 
 
-def from_text(text: str) -> Any:
-    """The JSON value that a text stands for, or else the text."""
+def from_text(text: str, node: inspect.Type | None) -> Any:
+    """The value that a text of a form stands for: JSON, a boolean in any spelling of its declared type, or the text."""
+    if any(isinstance(member, inspect.BoolType) for member in members(node)):
+        text = _BOOLEANS.get(text.lower(), text)
     try:
         return _loads(text)
     except (ValueError, RecursionError):
@@ -52,9 +55,22 @@ def from_text(text: str) -> Any:
 def _loads(text: str) -> Any:
     """The value. Refuses what Python reads and other JSON parsers do not: lone surrogates, NaN and infinity."""
     value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _children(outer)]
+        if not level:
+            break
+    else:
+        raise ValueError(f"arrays and objects are nested more than {MAX_DEPTH} deep")
     if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+def _children(value: Any) -> Iterable[Any]:
+    """The arrays and objects directly inside one."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [item for item in cast(Iterable[Any], inner) if isinstance(item, dict | list)]
 
 
 def _finite(text: str) -> float:
@@ -63,22 +79,55 @@ def _finite(text: str) -> float:
     return value
 
 
-def parse_body(
-    kind: type[Body], values: Values, *, known_unsupported: Mapping[str, str] = {}, ignored: list[str] | None = None
-) -> Body:
+class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Base of bodies and of their inner objects.
+
+    ignored_fields  accepted because SDKs and frameworks send them; they mean nothing to this server
+    refused_fields  known elsewhere and not supported here: name → what to say about it
+    """
+
+    ignored_fields: ClassVar[frozenset[str]] = frozenset()
+    refused_fields: ClassVar[Mapping[str, str]] = {}
+
+
+def parse_body(kind: type[Body], values: Values, ignored: list[str] | None = None) -> Body:
     """The body as a struct; `values` may be changed. Raises ApiError naming the parameter.
 
-    Unknown fields that are null count as not sent. Other unknown fields are refused; where `ignored` is a list they
-    are dropped and their names are added to it. `known_unsupported` maps fields to the reason why they are refused.
+    Unknown fields that are null count as not sent, whole floats count as integers. Other unknown fields are refused;
+    where `ignored` is a list they are dropped and their names are added to it.
     """
-    for _ in range(MAX_REPAIRS):
-        try:
-            return msgspec.convert(values, kind)
-        except msgspec.ValidationError as error:
-            fault = _Fault(error, kind, values)
-            if not fault.repair(known_unsupported, ignored):
-                raise fault.api_error(known_unsupported) from None
-    raise ApiError(400, "The body has too many unknown fields.", code="unknown_parameter")
+    _clean(values, _type_info(kind), "", ignored)
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise _Fault(error, kind, values).api_error() from None
+
+
+def _clean(value: Any, node: inspect.Type | None, path: str, ignored: list[str] | None) -> Any:
+    """The value without what counts as not sent; it follows the declared types, so its depth is theirs."""
+    for member in members(node):
+        if isinstance(member, inspect.StructType) and isinstance(value, dict):
+            if member.tag_field is None or value.get(member.tag_field) == member.tag:
+                _clean_object(cast(Values, value), member, path, ignored)
+        elif isinstance(member, inspect.ListType) and isinstance(value, list):
+            items = cast(list[Any], value)
+            items[:] = [_clean(item, member.item_type, f"{path}[{i}]", ignored) for i, item in enumerate(items)]
+        elif isinstance(member, inspect.IntType) and isinstance(value, float) and value.is_integer():
+            return int(value)
+    return value
+
+
+def _clean_object(value: Values, node: inspect.StructType, path: str, ignored: list[str] | None) -> None:
+    types = {field.encode_name: field.type for field in node.fields}
+    known = cast(type[Strict], node.cls) if issubclass(node.cls, Strict) else None
+    for name in list(value):
+        if name in types:
+            value[name] = _clean(value[name], types[name], f"{path}.{name}", ignored)
+        elif known is not None and (value[name] is None or name in known.ignored_fields):
+            del value[name]
+        elif known is not None and ignored is not None and name not in known.refused_fields:
+            ignored.append(f"{path}.{name}".removeprefix("."))
+            del value[name]
 
 
 class _Fault:
@@ -92,35 +141,12 @@ class _Fault:
             self.steps += _first_bad_key(kind, str(self.steps[0]), values, self.message)
         self.kind = kind
         self.values = values
-        self.unknown = self._quoted("Object contains unknown field `")
-        self.is_whole_float = False
-        if match := _TYPE_ERROR.match(self.message):
-            value = _value_at(values, self.steps)
-            expected = match[1].split(" | ")
-            self.is_whole_float = "int" in expected and isinstance(value, float) and value.is_integer()
 
-    def repair(self, known_unsupported: Mapping[str, str], ignored: list[str] | None) -> bool:
-        """Change the values so that this fault is gone. False if it has to be reported."""
-        if self.is_whole_float:
-            owner = _value_at(self.values, self.steps[:-1])
-            owner[self.steps[-1]] = int(owner[self.steps[-1]])
-            return True
-        owner = _value_at(self.values, self.steps)
-        if self.unknown is None or not isinstance(owner, dict) or self.unknown not in owner:
-            return False
-        fields = cast(Values, owner)
-        if fields[self.unknown] is not None:
-            if ignored is None or self.unknown in known_unsupported:
-                return False
-            ignored.append(_joined([*self.steps, self.unknown]))
-        del fields[self.unknown]
-        return True
-
-    def api_error(self, known_unsupported: Mapping[str, str]) -> ApiError:
+    def api_error(self) -> ApiError:
         """The answer."""
         param = _joined(self.steps)
-        if self.unknown is not None:
-            return self._unknown_field(known_unsupported)
+        if (name := self._quoted("Object contains unknown field `")) is not None:
+            return self._unknown_field(name)
         if (name := self._quoted("Object missing required field `")) is not None:
             return missing(_joined([*self.steps, name]))
         if match := _TYPE_ERROR.match(self.message):
@@ -140,13 +166,14 @@ class _Fault:
     def _quoted(self, start: str) -> str | None:
         return self.message[len(start) : -1] if self.message.startswith(start) else None
 
-    def _unknown_field(self, known_unsupported: Mapping[str, str]) -> ApiError:
-        name = self.unknown or ""
+    def _unknown_field(self, name: str) -> ApiError:
         param = _joined([*self.steps, name])
-        if not self.steps and name in known_unsupported:
-            return unsupported(param, f"'{param}' {known_unsupported[name]}")
         owner = _type_at(self.kind, self.steps)
-        names = [field.encode_name for field in owner.fields] if isinstance(owner, inspect.StructType) else []
+        names: list[str] = []
+        for struct in (member for member in members(owner) if isinstance(member, inspect.StructType)):
+            names += [field.encode_name for field in struct.fields]
+            if issubclass(struct.cls, Strict) and (reason := struct.cls.refused_fields.get(name)):
+                return unsupported(param, f"'{param}' {reason}")
         near = difflib.get_close_matches(name[:MAX_SHOWN_CHARS], sorted(names), n=1)
         hint = f"; did you mean '{near[0]}'?" if near else "."
         return invalid(param, f"Unknown parameter: '{param}'{hint}", "unknown_parameter")
@@ -222,16 +249,17 @@ def _type_at(kind: type[msgspec.Struct], steps: list[Step]) -> inspect.Type | No
     """The declared type at a place; of a union the first member that fits, None where there is none."""
     node: inspect.Type | None = _type_info(kind)
     for step in steps:
-        node = next((inner for member in _members(node) if (inner := _inner(member, step)) is not None), None)
-    found = [member for member in _members(node) if not isinstance(member, inspect.NoneType)]
+        node = next((inner for member in members(node) if (inner := _inner(member, step)) is not None), None)
+    found = [member for member in members(node) if not isinstance(member, inspect.NoneType)]
     return node if isinstance(node, inspect.UnionType) and len(found) > 1 else found[0] if found else None
 
 
-def _members(node: inspect.Type | None) -> tuple[inspect.Type, ...]:
+def members(node: inspect.Type | None) -> tuple[inspect.Type, ...]:
+    """The types that a field may have; none for None."""
     if node is None:
         return ()
     if isinstance(node, inspect.Metadata):
-        return _members(node.type)
+        return members(node.type)
     return node.types if isinstance(node, inspect.UnionType) else (node,)
 
 
@@ -244,4 +272,4 @@ def _inner(node: inspect.Type, step: Step) -> inspect.Type | None:
 
 
 def _choices(node: inspect.Type | None, steps: list[Step]) -> list[Any]:
-    return [value for member in _members(node) if isinstance(member, inspect.LiteralType) for value in member.values]
+    return [value for member in members(node) if isinstance(member, inspect.LiteralType) for value in member.values]

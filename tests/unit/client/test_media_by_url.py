@@ -22,7 +22,7 @@ from tests.kit.web_server import web
 from triton_omni import Media, MediaError
 from triton_omni import fetch as fetching
 from triton_omni.openai.endpoints import messages
-from triton_omni.openai.http.app import Settings
+from triton_omni.openai.http.settings import Settings
 from triton_omni.openai.media import audio as coding
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from tests.kit.fake_backend import FakeBackend
 from tests.kit.proxy_server import RunningProxy, running_proxy
-from triton_omni.openai.http.app import Settings
-from triton_omni.openai.http.bodies import BodyLimits
+from triton_omni.openai.http.settings import BodyLimits, Settings
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "x"}]}
 
@@ -24,6 +23,7 @@ def test_models(sdk: openai.OpenAI) -> None:
     assert (entry.object, entry.owned_by) == ("model", "triton-omni")
     assert entry.model_extra == {
         "voices": ["sine"], "sample_rate": 24_000, "ready": True, "operations": ["chat", "speech"],
+        "media": ["text", "audio", "image", "video"],
     }  # fmt: skip
     with pytest.raises(openai.NotFoundError):
         sdk.models.retrieve("other")

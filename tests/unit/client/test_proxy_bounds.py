@@ -22,9 +22,9 @@ from tests.kit.fake_backend import FakeBackend
 from tests.kit.proxy_server import RunningProxy, running_proxy
 from triton_omni import Media, MediaError
 from triton_omni.openai.endpoints import messages
-from triton_omni.openai.http.app import Settings
-from triton_omni.openai.http.bodies import FREE_BYTES, BodyLimits
+from triton_omni.openai.http.bodies import FREE_BYTES
 from triton_omni.openai.http.protocol import Protocol
+from triton_omni.openai.http.settings import BodyLimits, Settings
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "x"}]}
 MIB = 1 << 20
@@ -177,7 +177,7 @@ def test_a_body_that_arrives_byte_by_byte(backend: FakeBackend) -> None:
 
 
 def test_a_head_that_does_not_arrive(proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Protocol, "idle_s", 0.5)
+    monkeypatch.setattr(Protocol, "head_s", 0.5)
     with socket.create_connection(("127.0.0.1", proxy.port), timeout=30) as slow:
         slow.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health")  # after an answer as at the beginning
         answer = b""
@@ -186,12 +186,10 @@ def test_a_head_that_does_not_arrive(proxy: RunningProxy, monkeypatch: pytest.Mo
         assert answer.count(b"HTTP/1.1") == 1
 
 
-def test_an_answer_that_takes_long_is_not_cut_off(
-    proxy: RunningProxy, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Protocol, "idle_s", 0.1)
+def test_an_answer_that_takes_long_is_not_cut_off(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Protocol, "head_s", 0.1)
     backend.hold_after = 1
-    with pytest.raises(httpx.ReadTimeout):
+    with running_proxy(backend, keep_alive_s=0.1) as proxy, pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{proxy.root}/v1/chat/completions", json=CHAT, timeout=httpx.Timeout(10, read=0.5))
     assert len(backend.seen) == 1
 

@@ -334,7 +334,7 @@ def test_server_errors_keep_their_meaning(sdk: openai.OpenAI, backend: FakeBacke
         ("[too_busy:queue] 9 requests wait", openai.RateLimitError, 429, "rate_limit_exceeded", "retry-after"),
         ("[unavailable:talker] not ready", openai.InternalServerError, 503, "model_not_ready", "retry-after"),
         ("[deadline_exceeded:talker] late", openai.InternalServerError, 504, "deadline_exceeded", "x-should-retry"),
-        ("[stage_failed:talker] died", openai.InternalServerError, 500, "internal_error", "x-should-retry"),
+        ("[stage_failed:talker] died", openai.InternalServerError, 500, "stage_failed", "x-should-retry"),
         ("[internal] bug", openai.InternalServerError, 500, "internal_error", "x-should-retry"),
         ("[not_found] gone", openai.NotFoundError, 404, "model_not_found", "x-request-id"),
     ]
@@ -400,7 +400,7 @@ def test_failure_in_mid_stream_raises_in_the_sdk(sdk: openai.OpenAI, backend: Fa
     said: list[str] = []
     with pytest.raises(openai.APIError, match="talker: out of luck") as caught:
         said += [c.choices[0].delta.content for c in complete(sdk, max_tokens=9, stream=True)]
-    assert caught.value.code == "internal_error"
+    assert caught.value.code == "stage_failed"
     backend.fail_after = None
     answer = httpx.post(
         f"{sdk.base_url}chat/completions", json={"model": "fake", "messages": USER, "stream": True, "max_tokens": 1}
