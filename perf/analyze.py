@@ -20,7 +20,7 @@ from pathlib import Path
 
 from perf import inprocess
 from perf.harness import Analysis, Server, analyze, bare_server, repository, request_json, request_only
-from perf.measures import Heard, Piece, Summary, heard, percentile, summarize
+from perf.measures import Piece, RequestTrace, Summary, percentile, summarize, trace_of
 from triton_omni.backends.pipelines import load
 from triton_omni.backends.supervisor.home import find_home
 
@@ -54,7 +54,7 @@ def load_server(server: Server, pipeline: str, concurrency: int, count: int) -> 
     body = request_json(pipeline)
     flags = ["--concurrency-range", str(concurrency), "--request-count", str(count)]
     analysis = checked(analyze(server.grpc, pipeline, {"request": body}, flags, server.pids()))
-    return summarize([heard(request) for request in analysis.requests]), analysis.cpu_s
+    return summarize([trace_of(request) for request in analysis.requests]), analysis.cpu_s
 
 
 def checked(analysis: Analysis) -> Analysis:
@@ -74,8 +74,8 @@ def baseline(pipeline: str, loads: Sequence[tuple[int, int]]) -> list[Summary]:
         return [summarize([_job(job) for job in jobs]) for jobs in json.loads(out.read_text())]
 
 
-def _job(values: dict) -> Heard:
-    return Heard(values["start_s"], [Piece(**p) for p in values["pieces"]], values["end_s"], values["completed"])
+def _job(values: dict) -> RequestTrace:
+    return RequestTrace(values["start_s"], [Piece(**p) for p in values["pieces"]], values["end_s"], values["completed"])
 
 
 def measure(pipeline: str, concurrencies: Sequence[int], rounds: int) -> list[str]:
@@ -97,7 +97,7 @@ def measure(pipeline: str, concurrencies: Sequence[int], rounds: int) -> list[st
 
 
 def shared_memory(concurrency: int) -> list[str]:
-    """Toy's front door with and without shared memory, and one stage called directly; perf_analyzer's own figures."""
+    """Toy's public model with and without shared memory, and one stage called directly; perf_analyzer's own figures."""
     lines = ["## toy: shared memory, and one stage alone", "", HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
     body = request_json("toy")
     load_flags = ["--concurrency-range", str(concurrency), "--request-count", str(4 * concurrency)]
@@ -105,14 +105,16 @@ def shared_memory(concurrency: int) -> list[str]:
         tempfile.TemporaryDirectory(prefix="omni-perf-") as folder,
         bare_server([request_only("toy", Path(folder))]) as server,
     ):
-        for name, model in (("front door, gRPC messages", "toy"), ("one stage alone", "toy_tokens")):
+        for name, model in (("public model, gRPC messages", "toy"), ("one stage alone", "toy_tokens")):
             analysis = checked(analyze(server.grpc, model, {"request": body}, load_flags, server.pids()))
-            lines.append(row(name, concurrency, summarize(list(map(heard, analysis.requests))), analysis.cpu_s, "toy"))
+            lines.append(
+                row(name, concurrency, summarize(list(map(trace_of, analysis.requests))), analysis.cpu_s, "toy")
+            )
         # with shared memory the export has the times only
         requests = checked(analyze(server.grpc, "toy", {"request": body}, [*load_flags, *SHARED])).requests
         first = [(r["response_timestamps"][0] - r["timestamp"]) / 1e6 for r in requests]
         responses = sum(len(r["response_timestamps"]) for r in requests)
-        lines += ["", f"Front door, system shared memory: {len(requests)} requests, {responses} responses, "]
+        lines += ["", f"Public model, system shared memory: {len(requests)} requests, {responses} responses, "]
         lines[-1] += f"first response p50 {percentile(first, 50):.1f} ms, p99 {percentile(first, 99):.1f} ms."
     return lines
 

@@ -164,8 +164,8 @@ def request_of(pipeline: str) -> GenerateRequest:
     return decode_request(request_json(pipeline).encode())
 
 
-def as_heard(job: Job) -> dict[str, Any]:
-    """The fields of measures.Heard."""
+def trace_fields(job: Job) -> dict[str, Any]:
+    """The fields of measures.RequestTrace."""
     pieces = [asdict(piece) for piece in job.pieces]
     return {"start_s": job.start_s, "end_s": job.end_s, "completed": not job.failed, "pieces": pieces}
 
@@ -183,7 +183,7 @@ def main() -> int:
     chain.drive(request, 1, 1)  # the first request ever also pays for lazy set-up
     loads = []
     for concurrency, count in json.loads(args.loads):
-        loads.append([as_heard(job) for job in chain.drive(request, concurrency, count)])
+        loads.append([trace_fields(job) for job in chain.drive(request, concurrency, count)])
     args.out.write_text(json.dumps(loads))
     for engine in engines.values():
         engine.close()

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-CONTINUOUS_S = 0.1  # a pause up to this is not heard as one; the bound that vLLM-Omni's reports use
+CONTINUOUS_S = 0.1  # a pause up to this is not noticed; the bound that vLLM-Omni's reports use
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One response: when it came, of which output, and how long its sound lasts."""
+    """One response: when it came, of which output, and how long its audio lasts."""
 
     at_s: float
     output: str
@@ -23,7 +23,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Heard:
+class RequestTrace:
     """One request as its client saw it. `completed`: exactly one end came, and it was no failure."""
 
     start_s: float
@@ -35,7 +35,7 @@ class Heard:
         return [piece for piece in self.pieces if piece.output == output]
 
 
-def heard(request: Mapping[str, Any]) -> Heard:
+def trace_of(request: Mapping[str, Any]) -> RequestTrace:
     """A request of perf_analyzer's export (`timestamp`, `response_timestamps` in ns, `response_outputs`)."""
     start_s, pieces, ends, end_s = request["timestamp"] / 1e9, [], 0, math.nan
     for at_ns, outputs in zip(request["response_timestamps"], request["response_outputs"], strict=True):
@@ -44,18 +44,18 @@ def heard(request: Mapping[str, Any]) -> Heard:
             ends, end_s = ends + (event["outcome"] == "completed"), at_ns / 1e9
         elif event.get("type") in ("text", "audio", "image"):
             pieces.append(Piece(at_ns / 1e9, event["type"], _audio_s(event, outputs)))
-    return Heard(start_s, pieces, end_s, ends == 1)
+    return RequestTrace(start_s, pieces, end_s, ends == 1)
 
 
 def _audio_s(event: Mapping[str, Any], outputs: Mapping[str, Any]) -> float:
-    """Seconds of sound in a piece; what perf_analyzer shows as `audio` of other pieces is not theirs."""
+    """Seconds of audio in a piece; what perf_analyzer shows as `audio` of other pieces is not theirs."""
     if event["type"] != "audio":
         return 0.0
     samples = outputs["audio"]
     return (len(samples) if isinstance(samples, list) else 1) / event["piece"]["sample_rate"]
 
 
-def first_ms(one: Heard, output: str) -> float | None:
+def first_ms(one: RequestTrace, output: str) -> float | None:
     """From the request's start to its first piece of an output."""
     pieces = one.of(output)
     return 1e3 * (pieces[0].at_s - one.start_s) if pieces else None
@@ -66,19 +66,19 @@ def gaps_ms(pieces: Sequence[Piece]) -> list[float]:
     return [1e3 * (b.at_s - a.at_s) for a, b in itertools.pairwise(pieces)]
 
 
-def audio_s(one: Heard) -> float:
-    """Seconds of sound."""
+def audio_s(one: RequestTrace) -> float:
+    """Seconds of audio."""
     return sum(piece.audio_s for piece in one.of("audio"))
 
 
-def real_time_factor(one: Heard) -> float | None:
-    """Time until the last sound came, over the sound's length; below 1 is faster than it plays."""
+def real_time_factor(one: RequestTrace) -> float | None:
+    """Time until the last audio came, over the audio's length; below 1 is faster than it plays."""
     pieces, length_s = one.of("audio"), audio_s(one)
     return (pieces[-1].at_s - one.start_s) / length_s if length_s else None
 
 
-def underruns_s(one: Heard) -> list[float]:
-    """Pauses of a player that starts at the first sound and plays each piece as soon as it can."""
+def underruns_s(one: RequestTrace) -> list[float]:
+    """Pauses of a player that starts at the first audio and plays each piece as soon as it can."""
     pauses: list[float] = []
     ready_s = math.inf  # when the player has played all it had
     for piece in one.of("audio"):
@@ -88,7 +88,7 @@ def underruns_s(one: Heard) -> list[float]:
     return pauses
 
 
-def continuous(one: Heard) -> bool:
+def continuous(one: RequestTrace) -> bool:
     """True if a listener hears no pause."""
     return max(underruns_s(one), default=0.0) <= CONTINUOUS_S
 
@@ -121,9 +121,9 @@ class Summary:
     pieces: int
 
 
-def summarize(all_heard: Sequence[Heard]) -> Summary:
+def summarize(traces: Sequence[RequestTrace]) -> Summary:
     """The table's numbers over all requests of one load, from the first start to the last end."""
-    done = [one for one in all_heard if one.completed]
+    done = [one for one in traces if one.completed]
     sounding = [one for one in done if one.of("audio")]
     pieces = sum(len(one.pieces) for one in done)
     wall_s = max(one.end_s for one in done) - min(one.start_s for one in done) if done else math.nan
@@ -131,8 +131,8 @@ def summarize(all_heard: Sequence[Heard]) -> Summary:
     audio = [ms for one in done if (ms := first_ms(one, "audio")) is not None]
     gaps = [gap for one in done for output in ("text", "audio") for gap in gaps_ms(one.of(output))]
     return Summary(
-        requests=len(all_heard),
-        errors=len(all_heard) - len(done),
+        requests=len(traces),
+        errors=len(traces) - len(done),
         wall_s=wall_s,
         requests_per_s=len(done) / wall_s,
         pieces_per_s=pieces / wall_s,

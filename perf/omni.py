@@ -5,7 +5,7 @@
     python -m perf.omni --deploy FILE             what a deploy file says (the real model), on a server of its own
     python -m perf.omni --grpc localhost:8001     a running server
 
-perf_analyzer is the client. A token is an output of the thinker, a frame one of the talker (80 ms of sound). "Outside"
+perf_analyzer is the client. A token is an output of the thinker, a frame one of the talker (80 ms of audio). "Outside"
 is the share of a worker's working time (waiting excluded) that is not spent in `engine.step()`; of a running server it
 is known where its supervisor runs on this machine.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 from perf.analyze import checked
 from perf.harness import analyze, bare_server
-from perf.measures import gaps_ms, heard, percentile, summarize
+from perf.measures import gaps_ms, percentile, summarize, trace_of
 from triton_omni.backends.config.load import read_deploy
 from triton_omni.backends.control.hub import probe
 from triton_omni.backends.control.records import read_records
@@ -114,7 +114,7 @@ def measure(subject: Subject, streams: int, count: int, tokens: int) -> str:
     before = numbers(subject)
     requests = checked(analyze(subject.grpc, MODEL, {"request": json.dumps(body)}, flags)).requests
     after = numbers(subject)
-    felt = [heard(request) for request in requests]
+    felt = [trace_of(request) for request in requests]
     found = summarize(felt)
     gaps = [gap for one in felt for gap in gaps_ms(one.of("text"))]
     used = [usage(request) for request in requests]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure qwen3_omni's engines in one process: times to first text and sound, rates, and the time outside the steps.
+"""Measure qwen3_omni's engines in one process: times to first text and audio, rates, and the time outside the steps.
 
     python -m perf.omni_chain                       the tiny random checkpoint, made on the spot
     python -m perf.omni_chain --model <folder> --device cuda --dtype bfloat16
@@ -49,7 +49,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         chain = make_chain(args, args.model or tiny(Path(folder)))
         measure(chain, 1, args)  # the first run ever pays for lazy set-up
-        print("| runs | text after ms | sound after ms | ms per token | tokens/s | frames/s | RTF | outside steps |")
+        print("| runs | text after ms | audio after ms | ms per token | tokens/s | frames/s | RTF | outside steps |")
         print("|---|---|---|---|---|---|---|---|")
         for size in args.batches:
             print(measure(chain, size, args), flush=True)
@@ -80,7 +80,7 @@ def make_chain(args: argparse.Namespace, model: Path) -> Chain:
 
 
 def measure(chain: Chain, size: int, args: argparse.Namespace) -> str:
-    """`size` requests from their opening to the end of their sound, as a row of the table."""
+    """`size` requests from their opening to the end of their audio, as a row of the table."""
     inside: Counter[str] = Counter()
     stamps: dict[tuple[int, str], list[float]] = {}
     timed(chain, inside, stamps)
@@ -97,19 +97,19 @@ def measure(chain: Chain, size: int, args: argparse.Namespace) -> str:
     for engine in chain.engines.values():
         del engine.step  # type: ignore[attr-defined] - back to the class's own
     texts = [stamps[id(job.runs["thinker"]), "thinker"] for job in jobs]
-    sounds = [stamps[id(job.runs["code2wav"]), "code2wav"] for job in jobs]
+    audio = [stamps[id(job.runs["code2wav"]), "code2wav"] for job in jobs]
     gaps = [b - a for times in texts for a, b in itertools.pairwise(times)]
     frames = sum(len(job.sent("talker", "codes")) for job in jobs)
-    heard_s = sum(len(job.audio()) for job in jobs) / SAMPLE_RATE_HZ
+    spoken_s = sum(len(job.audio()) for job in jobs) / SAMPLE_RATE_HZ
     numbers = [
         1e3 * (statistics.median(times[0] for times in texts) - begun),
-        1e3 * (statistics.median(times[0] for times in sounds) - begun),
+        1e3 * (statistics.median(times[0] for times in audio) - begun),
         1e3 * statistics.median(gaps),
         sum(len(job.tokens()) for job in jobs) / total,
         frames / total,
     ]
     columns = [f"{number:.0f}" if number >= 10 else f"{number:.1f}" for number in numbers]
-    return f"| {size} | {' | '.join(columns)} | {total / heard_s:.2f} | {1 - inside.total() / total:.1%} |"
+    return f"| {size} | {' | '.join(columns)} | {total / spoken_s:.2f} | {1 - inside.total() / total:.1%} |"
 
 
 def timed(chain: Chain, inside: Counter[str], stamps: dict[tuple[int, str], list[float]]) -> None:

@@ -65,7 +65,7 @@ def live(toy: RunningServer, *stages: str) -> Callable[[], bool]:
     return lambda: all(numbers(toy, s)["live"] == (s in stages) for s in ("tokens", "frames", "wave"))
 
 
-PHASES = {  # what the request is told, the stages then at work, the end's identity, how many pieces came
+PHASES = {  # the request's stage options, the stages that run then, the end's identity, how many pieces came
     "b: before the first token": (("audio",), {"tokens": {"hold_after": 0}}, ("tokens", "frames", "wave"), "audio"),
     "a: a silent last stage": (("audio",), {"wave": {"hold_after": 2}}, ("wave",), "audio"),
     "c: text alone": (("text",), {"tokens": {"hold_after": 2}}, ("tokens",), "text"),
@@ -94,7 +94,7 @@ def test_an_abort_ends_once_under_the_requests_own_final_output(toy: RunningServ
     wait_for(live(toy), 5, "every stage free")
     after = metrics(toy)
     assert after[CANCELLED] == before.get(CANCELLED, 0) + 1
-    if final == "text":  # the stages that it does not need never heard of it
+    if final == "text":  # the stages that it does not need never received it
         assert all(after[OPENED.format(s)] == before[OPENED.format(s)] for s in ("frames", "wave"))
     assert run_one(toy.grpc, Plan(body(5, modalities), request_id="abort-me")).ends[0] in ("length", "stop")
 
@@ -130,7 +130,7 @@ def test_e_aborts_are_idempotent_never_stick_and_unknown_ids_are_harmless(toy: R
     neighbour = Plan(body(5, ("audio",), wave={"hold_after": 1}), request_id="twice0")
     with started(toy, neighbour, live(toy, "wave")) as other:
         with started(toy, held, lambda: numbers(toy, "wave")["live"] == 2) as request:
-            assert [aborted("twice"), aborted("twice"), aborted("nobody")] == [1, 0, 0]
+            assert [aborted("twice"), aborted("twice"), aborted("unknown")] == [1, 0, 0]
             refused = generate(toy, request='{"operation": "abort"}')
             assert (refused[0], "[bad_request:target]" in refused[1]["error"]) == (400, True), refused
         assert request.life.ends == ["abort"]

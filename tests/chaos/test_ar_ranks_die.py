@@ -24,7 +24,7 @@ from triton_omni import Client, GenerateRequest, Message, Sampling
 pytestmark = [pytest.mark.triton, pytest.mark.chaos, pytest.mark.timeout(1200)]
 PIPELINE = "qwen3_omni_text"
 DIED = "error [stage_failed:thinker] the stage's worker died"
-BACK_S, GONE_S = 400.0, 10.0  # two ranks import vLLM anew
+BACK_S, GONE_S = 400.0, 10.0  # two ranks import vLLM again
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_a_death_ends_every_request_once_and_leaves_no_process(server: RunningSe
         target=lambda: lives.extend(run_many(server.grpc, [Plan(words, PIPELINE, timeout_s=300)] * 4, 4))
     )
     clients.start()
-    wait_for(lambda: stage(server)["live"] == 4, 60, "all are in work")
+    wait_for(lambda: stage(server)["live"] == 4, 60, "all are running")
     signal.pidfd_send_signal(everybody[2 if victim == "worker" else int(victim[-1])], signal.SIGKILL)
     assert all(is_gone(process, GONE_S) for process in everybody)
     clients.join(GONE_S)

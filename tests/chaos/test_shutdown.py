@@ -22,7 +22,7 @@ def test_what_does_not_finish_in_time_is_cut_off() -> None:
         plans = [Plan(body(n, ("text",), tokens={"delay_s": 0.05}), timeout_s=90) for n in (20, 4000)]
         clients = threading.Thread(target=lambda: lives.extend(run_many(server.grpc, plans, 2)))
         clients.start()
-        wait_for(lambda: probe(server.instance("toy_tokens").address, 5).live == 2, 20, "both in work")
+        wait_for(lambda: probe(server.instance("toy_tokens").address, 5).live == 2, 20, "both are running")
         os.kill(server.supervisor_pid, signal.SIGTERM)
         clients.join(60)
         assert not clients.is_alive()

@@ -31,26 +31,26 @@ def stage_state(server: RunningServer, stage: str) -> str:
 
 
 def test_a_stub_killed_while_a_run_is_being_opened(server: RunningServer) -> None:
-    """BLS then waits for ever. The orchestrator says so, ends who waits for it, and is loaded anew.
+    """BLS then waits forever. The orchestrator reports it, ends the requests that wait, and is loaded again.
 
     The stub comes to no acknowledgement because the orchestrator's socket is out of its sight; so this test goes first,
     before there are links.
     """
     wait_until_back(server, BACK_S)
-    stub, door = server.instance("toy_wave"), server.instance("toy")
-    hidden = f"{door.address}.hidden"
+    stub, orchestrator = server.instance("toy_wave"), server.instance("toy")
+    hidden = f"{orchestrator.address}.hidden"
     plan = Plan(body(3, ("audio",)), timeout_s=90)
     lives: list[Life] = []
     client = threading.Thread(target=lambda: lives.append(run_one(server.grpc, plan)))
-    os.rename(door.address, hidden)
+    os.rename(orchestrator.address, hidden)
     client.start()
     wait_for(lambda: "its orchestrator is gone" in server.log.read_text(errors="replace"), 30, "the stub has the run")
-    os.rename(hidden, door.address)
+    os.rename(hidden, orchestrator.address)
     os.kill(stub.pid, signal.SIGKILL)
     wait_for(lambda: server.instance("toy").state == "stuck", 30, "the opening is seen not to return")
     client.join(90)
     assert [life.ends for life in lives] == [["error [unavailable:wave] Triton opens no runs any more"]]
-    wait_for(lambda: is_back(server) and server.instance("toy").pid != door.pid, BACK_S, "a new orchestrator")
+    wait_for(lambda: is_back(server) and server.instance("toy").pid != orchestrator.pid, BACK_S, "a new orchestrator")
     assert run_one(server.grpc, Plan(body(3))).ends == ["length"]
     wait_until_idle(server)
 
@@ -61,7 +61,7 @@ def test_a_stopped_stage_stub_is_seen_and_replaced(server: RunningServer) -> Non
     os.kill(stub.pid, signal.SIGSTOP)
     wait_for(lambda: stage_state(server, "wave") == "stuck", DEATH_SEEN_S, "health tells the truth")
     assert not health(server)["ready"]
-    assert run_one(server.grpc, Plan(body(3, ("text",)))).ends == ["length"], "text goes on"
+    assert run_one(server.grpc, Plan(body(3, ("text",)))).ends == ["length"], "text is unaffected"
     refused = run_one(server.grpc, Plan(body(3), timeout_s=20)).ends
     assert len(refused) == 1 and refused[0].startswith("error [unavailable:wave]"), refused
     wait_for(lambda: server.health() == "degraded", 10, "the supervisor says so")

@@ -20,7 +20,7 @@ BACK_S = 60.0
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RunningServer]:
-    repository = write_recorded_models(tmp_path / "repository", {"door": "orchestrator", "step": "stage"})
+    repository = write_recorded_models(tmp_path / "repository", {"toy": "orchestrator", "step": "stage"})
     patience = ["--silent-s", "8", "--stage-silent-s", "8"]
     with running_server([repository], supervised=True, serve_options=patience) as running:
         yield running
@@ -43,7 +43,7 @@ def is_new(server: RunningServer, model: str, pid: int) -> bool:
 
 
 def is_back(server: RunningServer) -> bool:
-    return server.health() == "ready" and answers(server, "door") and answers(server, "step")
+    return server.health() == "ready" and answers(server, "toy") and answers(server, "step")
 
 
 def test_ready_and_restricted(server: RunningServer) -> None:
@@ -52,7 +52,7 @@ def test_ready_and_restricted(server: RunningServer) -> None:
     assert strangers.call("POST", "/v2/repository/index", {})[0] == 403
     for method, path in (("GET", "systemsharedmemory/status"), ("POST", "logging"), ("POST", "trace/setting")):
         assert strangers.call(method, f"/v2/{path}", {})[0] == 403
-    assert server.api.models() == {"door": ("READY", ""), "step": ("READY", "")}
+    assert server.api.models() == {"toy": ("READY", ""), "step": ("READY", "")}
 
 
 def test_killed_stage_stub(server: RunningServer) -> None:
@@ -63,7 +63,7 @@ def test_killed_stage_stub(server: RunningServer) -> None:
 
 
 def test_killed_orchestrator_stub(server: RunningServer) -> None:
-    before, pid = server.instance("door"), server.server_pid()
+    before, pid = server.instance("toy"), server.server_pid()
     os.kill(before.pid, signal.SIGKILL)
     wait_for(lambda: server.server_pid() != pid, BACK_S, "a new server")
     wait_for(lambda: is_back(server), BACK_S, "ready again")

@@ -33,7 +33,7 @@ def make_engine(folder, device=BUILD, wake=lambda: None, **options):
 
 
 def chat(text, upstream=(), feeds=False, messages=None, priority=0, **sampling):
-    """A run of one user message; greedy unless told otherwise."""
+    """A run of one user message; greedy by default."""
     sampling = {"temperature": 0.0} | sampling
     request = GenerateRequest(
         messages=messages or (Message("user", text),), sampling=Sampling(**sampling), priority=priority

@@ -109,7 +109,7 @@ def runs_side_by_side_give_the_same_as_alone(subject: Subject) -> None:
     engine.close()
 
 
-def a_stopped_run_is_never_heard_of_again(subject: Subject) -> None:
+def a_stopped_run_emits_nothing_more(subject: Subject) -> None:
     engine = subject.make()
     stopped, other = subject.run(), subject.run()
     engine.open(stopped)
@@ -151,7 +151,7 @@ def an_idle_engine_makes_nothing(subject: Subject) -> None:
 CHECKS: tuple[Callable[[Subject], None], ...] = (
     a_run_ends_once_and_names_only_itself,
     runs_side_by_side_give_the_same_as_alone,
-    a_stopped_run_is_never_heard_of_again,
+    a_stopped_run_emits_nothing_more,
     a_refused_run_leaves_nothing,
     an_idle_engine_makes_nothing,
 )

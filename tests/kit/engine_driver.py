@@ -84,7 +84,7 @@ def array(tensor: Tensor) -> np.ndarray:
 
 
 def audio(events: Iterable[EngineEvent]) -> np.ndarray:
-    """The sound of a run's outputs, joined."""
+    """The audio of a run's outputs, joined."""
     pieces = [array(t) for e in events if isinstance(e, EngineOutput) and e.piece.kind == "audio" for t in e.tensors]
     return np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
 

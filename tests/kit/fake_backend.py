@@ -133,7 +133,7 @@ class FakeBackend:
         if request.operation == "transcription":
             yield from self._segments(request.transcription.word_timestamps)
             return
-        words = [word for word in request.input.split() if word.isascii()]  # what has no sound is not spoken
+        words = [word for word in request.input.split() if word.isascii()]  # words that cannot be spoken are left out
         total = len(words) if request.operation == "speech" else request.sampling.max_tokens or 3
         samples = 0
         for i in range(total):

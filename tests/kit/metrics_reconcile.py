@@ -135,30 +135,30 @@ def _requests(page: Page, seen: Seen) -> Iterator[str]:
 
 
 def _outputs(page: Page, seen: Seen) -> Iterator[str]:
-    told = [life for _, life in seen if life.outcome]  # their ends say everything
+    complete = [life for _, life in seen if life.outcome]  # their ends say everything
     streamed = [life for plan, life in seen if not life.outcome]
     exact = not any(_hidden(plan, life) for plan, life in seen)
-    pieces = sum(life.pieces for life in told) + sum(life.counts.total() for life in streamed)
+    pieces = sum(life.pieces for life in complete) + sum(life.counts.total() for life in streamed)
     yield _at_least("pieces", page.total("omni_output_pieces_total"), pieces, exact)
     for output in ("text", "audio"):
         key = f"first_{output}_s"
-        firsts = sum(key in life.timings for life in told) + sum(life.counts[output] > 0 for life in streamed)
+        firsts = sum(key in life.timings for life in complete) + sum(life.counts[output] > 0 for life in streamed)
         yield _at_least(f"first {output}", page.at("omni_first_output_seconds_count", output=output), firsts, exact)
         total_s = page.at("omni_first_output_seconds_sum", output=output)
-        yield _seconds(f"times to first {output}", total_s, _timings(seen, key), len(told) == len(seen))
+        yield _seconds(f"times to first {output}", total_s, _timings(seen, key), len(complete) == len(seen))
     usage: Counter[str] = Counter()
-    for life in told:
+    for life in complete:
         usage.update(life.usage)
     for kind, count in usage.items():
-        yield _at_least(f"usage {kind}", page.at("omni_usage_total", kind=kind), count, len(told) == len(seen))
+        yield _at_least(f"usage {kind}", page.at("omni_usage_total", kind=kind), count, len(complete) == len(seen))
     samples = sum(life.samples for _, life in seen)
-    yield _at_least("seconds of sound", page.at("omni_audio_seconds_total"), samples / SAMPLE_RATE_HZ, exact)
+    yield _at_least("seconds of audio", page.at("omni_audio_seconds_total"), samples / SAMPLE_RATE_HZ, exact)
     yield _at_least(
-        "bytes of sound", page.at("omni_edge_bytes_total", source="wave", target="client"), 4 * samples, exact
+        "bytes of audio", page.at("omni_edge_bytes_total", source="wave", target="client"), 4 * samples, exact
     )
-    heard = sum(life.outcome == "completed" and life.samples > 0 for life in told)
+    listeners = sum(life.outcome == "completed" and life.samples > 0 for life in complete)
     unknown = sum(outcome_of(life) is None for _, life in seen)
-    yield _within("listeners", page.at("omni_audio_rtf_count"), (heard, heard + unknown))
+    yield _within("listeners", page.at("omni_audio_rtf_count"), (listeners, listeners + unknown))
 
 
 def _runs(page: Page, seen: Seen) -> Iterator[str]:

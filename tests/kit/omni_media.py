@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures, sounds and films for the tiny omni checkpoint: as transformers, our requests and OpenAI's take them."""
+"""Images, audio and video for the tiny omni checkpoint: as transformers, our requests and OpenAI's take them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from triton_omni.backends.core.generate import GenerateRequest, Message, Part, S
 
 TOKENS = 16
 AUDIO_HZ = 16_000
-FILM_FPS = 2.0
+VIDEO_FPS = 2.0
 _RNG = np.random.default_rng(3)
-PICTURES = [_RNG.integers(0, 255, (96, 64, 3), dtype=np.uint8), _RNG.integers(0, 255, (64, 128, 3), dtype=np.uint8)]
-FILMS = [_RNG.integers(0, 255, (4, 64, 64, 3), dtype=np.uint8), _RNG.integers(0, 255, (6, 64, 96, 3), dtype=np.uint8)]
+IMAGES = [_RNG.integers(0, 255, (96, 64, 3), dtype=np.uint8), _RNG.integers(0, 255, (64, 128, 3), dtype=np.uint8)]
+VIDEOS = [_RNG.integers(0, 255, (4, 64, 64, 3), dtype=np.uint8), _RNG.integers(0, 255, (6, 64, 96, 3), dtype=np.uint8)]
 
 
 def _tone(samples: int, period: float) -> np.ndarray:
@@ -26,21 +26,21 @@ def _tone(samples: int, period: float) -> np.ndarray:
     return (np.round(9000 * np.sin(np.arange(samples) / period)) / 32768).astype(np.float32)
 
 
-SOUNDS = [_tone(2 * AUDIO_HZ, 20), _tone(AUDIO_HZ, 7), _tone(20_077, 13)]
+AUDIO = [_tone(2 * AUDIO_HZ, 20), _tone(AUDIO_HZ, 7), _tone(20_077, 13)]
 """The last one is no whole number of the encoder's windows."""
 
 CASES: dict[str, list[str]] = {
-    "picture": ["image0", "what is this"],
-    "sound": ["audio0", "what is this"],
-    "film": ["video0", "what is this"],
-    "two pictures": ["hello", "image0", "and", "image1"],
-    "picture and sound": ["image1", "audio1", "speech and images"],
-    "sound, picture, sound": ["audio0", "image0", "audio1", "go"],
-    "sound of any length": ["audio2", "what is this"],
-    "film with its sound": ["video1", "heard0", "what is this"],
-    "short sound in a film": ["hello", "video0", "heard1", "and", "image0"],
+    "image": ["image0", "what is this"],
+    "audio": ["audio0", "what is this"],
+    "video": ["video0", "what is this"],
+    "two images": ["hello", "image0", "and", "image1"],
+    "image and audio": ["image1", "audio1", "speech and images"],
+    "audio, image, audio": ["audio0", "image0", "audio1", "go"],
+    "audio of any length": ["audio2", "what is this"],
+    "video with its audio": ["video1", "videoaudio0", "what is this"],
+    "short audio in a video": ["hello", "video0", "videoaudio1", "and", "image0"],
 }
-"""Words, and names of things; heard0 is SOUNDS[0] as the sound of the film before it."""
+"""Words, and names of things; videoaudio0 is AUDIO[0] as the audio of the video before it."""
 
 
 def item(word: str):
@@ -48,37 +48,39 @@ def item(word: str):
     kind, place = word[:-1], word[-1]
     if not place.isdigit():
         return "text", word
-    return kind, {"image": PICTURES, "audio": SOUNDS, "heard": SOUNDS, "video": FILMS}[kind][int(place)]
+    return kind, {"image": IMAGES, "audio": AUDIO, "videoaudio": AUDIO, "video": VIDEOS}[kind][int(place)]
 
 
-def transformers_chat(case, fps: float = FILM_FPS):
+def transformers_chat(case, fps: float = VIDEO_FPS):
     """(messages, keyword arguments of the processor)."""
     from PIL import Image
 
     content, media = [], {}
     for kind, thing in map(item, case):
-        if kind != "heard":
+        if kind != "videoaudio":
             content.append({"type": kind} | ({"text": thing} if kind == "text" else {}))
         if kind != "text":
-            name = {"image": "images", "audio": "audio", "heard": "audio", "video": "videos"}[kind]
+            name = {"image": "images", "audio": "audio", "videoaudio": "audio", "video": "videos"}[kind]
             media.setdefault(name, []).append(Image.fromarray(thing) if kind == "image" else thing)
-            media |= {"use_audio_in_video": True} if kind == "heard" else {}
+            media |= {"use_audio_in_video": True} if kind == "videoaudio" else {}
             media |= {"fps": fps} if kind == "video" else {}
     return [{"role": "user", "content": content}], media
 
 
-def our_request(case, fps: float = FILM_FPS, **more):
+def our_request(case, fps: float = VIDEO_FPS, **more):
     """(request, media tensors)."""
     parts, flat = [], {}
     for kind, thing in map(item, case):
         if kind == "text":
             parts.append(Part("text", thing))
             continue
-        name = "audio" if kind == "heard" else kind
+        name = "audio" if kind == "videoaudio" else kind
         before = flat.setdefault(name, [])
         offset = sum(piece.size for piece in before)
         before.append(thing.reshape(-1))
-        about = {"sample_rate": AUDIO_HZ, "in_video": kind == "heard"} if name == "audio" else {"shape": thing.shape}
+        about = (
+            {"sample_rate": AUDIO_HZ, "in_video": kind == "videoaudio"} if name == "audio" else {"shape": thing.shape}
+        )
         about |= {"fps": fps} if kind == "video" else {}
         parts.append(Part(name, offset=offset, length=thing.size, **about))
     inputs = {kind: Tensor.of(kind, np.concatenate(pieces)) for kind, pieces in flat.items()}
@@ -94,12 +96,12 @@ def see(reference, case):
 
 
 def _lossless(frames: np.ndarray) -> bytes:
-    """A film file that holds the pixels as they are."""
+    """A video file that holds the pixels as they are."""
     import av
 
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as out:
-        track = out.add_stream("ffv1", rate=int(FILM_FPS))
+        track = out.add_stream("ffv1", rate=int(VIDEO_FPS))
         track.height, track.width, track.pix_fmt = frames.shape[1], frames.shape[2], "bgr0"
         for pixels in frames:
             out.mux(track.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
@@ -108,7 +110,7 @@ def _lossless(frames: np.ndarray) -> bytes:
 
 
 def openai_content(case):
-    """A case without sounds of films as the content of an OpenAI message; nothing is lost on the way."""
+    """A case without audio in videos as the content of an OpenAI message; nothing is lost on the way."""
     from PIL import Image
 
     content = []

@@ -144,13 +144,13 @@ class StageBench:
             self.loop.turn(0)
             self.orchestrator.read()
 
-    def told(self, run: bytes) -> list[Any]:
-        """What the orchestrator heard of a run."""
+    def sent_to_orchestrator(self, run: bytes) -> list[Any]:
+        """What the orchestrator received about a run."""
         return [item for item in self.orchestrator.got if getattr(item, "run", None) == run]
 
     def orchestrator_dies(self) -> None:
         self.orchestrator.hub.close()
-        self.orchestrator.hub = Hub("nobody")
+        self.orchestrator.hub = Hub("unused")
 
     def close(self) -> None:
         self.worker_process.kill()

@@ -244,7 +244,7 @@ class Reference:
         from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
 
         self.model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-        # transformers asks the talker's config for the audio encoder's when sound and picture meet, and it has none
+        # transformers asks the talker's config for the audio encoder's when audio and images meet, and it has none
         self.model.talker.config.audio_config = self.model.config.thinker_config.audio_config
         self.processor = AutoProcessor.from_pretrained(folder)
 

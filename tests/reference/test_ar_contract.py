@@ -43,7 +43,7 @@ def frames(tmp_path_factory):
     return lambda device: Subject(
         lambda: PIPELINE.stage("talker").engine(EngineContext("qwen3_omni", "talker", options, device)),
         GenerateRequest(),
-        refused=GenerateRequest(speech=SpeechParams(voice="nobody")),
+        refused=GenerateRequest(speech=SpeechParams(voice="unknown")),
         upstream="thinker",
         inputs=(Piece(prompt, [WORDS[0]]), *(Piece([], [word]) for word in WORDS[1:]), Piece([], [])),
         same=lambda event: (type(event).__name__, [t.data.tolist() for t in getattr(event, "tensors", ())]),

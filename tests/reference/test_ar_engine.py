@@ -377,16 +377,16 @@ def test_an_urgent_run_overtakes_those_that_wait(engine):
 
 def test_transcripts_take_the_place_of_audio_parts_in_order(engine):
     parts = (Part("audio"), Part("text", "and then"), Part("audio"))
-    heard = chat(
+    transcribed = chat(
         "", messages=(Message("system", "Be brief."), Message("user", parts)), upstream=("ears",), max_tokens=9
     )
-    engine.open(heard)
+    engine.open(transcribed)
     assert not engine.has_work
-    assert engine.feed(heard, {"index": 1, "text": " the lazy dog "}, False)
-    assert engine.feed(heard, {"index": 0, "text": "the quick fox"}, False)
+    assert engine.feed(transcribed, {"index": 1, "text": " the lazy dog "}, False)
+    assert engine.feed(transcribed, {"index": 0, "text": "the quick fox"}, False)
     assert not engine.has_work
-    assert engine.feed(heard, {}, True)
-    events = drain(engine)[heard]
+    assert engine.feed(transcribed, {}, True)
+    events = drain(engine)[transcribed]
     read = (Message("system", "Be brief."), Message("user", "the quick fox\nand then\nthe lazy dog"))
     assert tokens(events) == tokens(answer(engine, chat("", messages=read, max_tokens=9)))
 

@@ -137,6 +137,6 @@ def test_voices_are_the_checkpoints(chain, folder):
     chain.run()
     check(job, spoken)
     with pytest.raises(BadRequest, match="aiden, chelsie, ethan") as caught:
-        chain.open(request(0, speech=SpeechParams(voice="nobody")))
+        chain.open(request(0, speech=SpeechParams(voice="unknown")))
     assert caught.value.where == "speech.voice"
     assert not any(engine.has_work for engine in chain.engines.values())

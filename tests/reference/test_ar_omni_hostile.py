@@ -48,8 +48,8 @@ def talker(folder):
 
 def piece(config, media=None, words=(WORDS[0],)) -> TalkerInput:
     """The first piece: a user's turn of two media positions and a word, the header, and the first words."""
-    sound = config.thinker_config.audio_token_id
-    ids = [config.im_start_token_id, config.user_token_id, sound, sound, 31]
+    audio = config.thinker_config.audio_token_id
+    ids = [config.im_start_token_id, config.user_token_id, audio, audio, 31]
     ids += [config.im_start_token_id, config.assistant_token_id, 32]
     rows = np.full((2, config.talker_config.thinker_hidden_size), 0.1, np.float32) if media is None else media
     return TalkerInput(ids, list(words), rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures, sounds and films: thinker and talker against transformers on the same samples and pixels."""
+"""Images, audio and video: thinker and talker against transformers on the same samples and pixels."""
 
 from __future__ import annotations
 
@@ -78,15 +78,15 @@ def test_media_that_are_not_there_or_no_numbers_are_refused(chain, part):
 
 
 @pytest.mark.parametrize("schema", [None, {"enum": ["yes", "no"]}])
-@pytest.mark.parametrize("case", [["image0", "image1", "image0"], ["a", "film"]])
+@pytest.mark.parametrize("case", [["image0", "image1", "image0"], ["a", "video"]])
 def test_too_many_or_too_long_media_are_refused(chain, case, schema):
-    """Three pictures where two are allowed; a film of more positions than the context has. No schema is to blame."""
+    """Three images where two are allowed; a video of more positions than the context has. No schema is to blame."""
     sampling = Sampling(json_schema=schema)
-    if case[-1] == "film":
-        film = np.zeros((24, 64, 64, 3), np.uint8)
-        parts = (Part("video", length=film.size, shape=film.shape), Part("text", "what is this"))
+    if case[-1] == "video":
+        video = np.zeros((24, 64, 64, 3), np.uint8)
+        parts = (Part("video", length=video.size, shape=video.shape), Part("text", "what is this"))
         request = GenerateRequest(messages=(Message("user", parts),), sampling=sampling)
-        given = request, {"video": Tensor.of("video", film.reshape(-1))}
+        given = request, {"video": Tensor.of("video", video.reshape(-1))}
     else:
         given = our_request(case, sampling=sampling)
     with pytest.raises(BadRequest) as caught:

@@ -46,7 +46,7 @@ def test_preempted_pictures_sounds_and_films_change_nothing(tmp_path):
     """The cache holds all prompts, but not all answers: prompts with media are computed twice, in pieces."""
     folder, tokens = tiny_omni(tmp_path), 60
     model = Reference(folder)
-    cases = {name: CASES[name] for name in ("picture", "sound", "two pictures", "picture and sound")}
+    cases = {name: CASES[name] for name in ("image", "audio", "two images", "image and audio")}
     expected = {}
     for name, case in cases.items():
         messages, media = transformers_chat(case)

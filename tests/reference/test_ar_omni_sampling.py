@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How thinker, talker and code predictor choose: against transformers, by request, whoever else is in the batch."""
+"""How thinker, talker and code predictor sample: as transformers, by request, independent of the rest of the batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 become_ar_worker()
 pytestmark = pytest.mark.timeout(240)
 
-CITIES = [{"city": "Rome"}, {"city": "Oslo"}]  # a random model would write blanks for ever where a grammar lets it
+CITIES = [{"city": "Rome"}, {"city": "Oslo"}]  # a random model writes blanks without end where a grammar allows it
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"enum": CITIES}}}
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"enum": [{"zone": 1}]}}}
 
@@ -239,7 +239,7 @@ def test_parameters_that_are_no_schema_are_the_tools_fault(chain):
 
 
 def test_a_call_the_model_begins_by_itself_is_not_spoken(chain, reference):
-    """The model is made to write nothing but <tool_call>: no call, so it stays text, but nobody says it aloud."""
+    """The model is made to write nothing but <tool_call>: no call, so it stays text, and is not spoken."""
     tag = reference.processor.tokenizer.convert_tokens_to_ids("<tool_call>")
     given = Sampling(temperature=0.0, max_tokens=6, logit_bias={str(tag): 90.0})
     silent, loud = (answer(chain, request(0, tools=tools, sampling=given)) for tools in ((WEATHER,), ()))

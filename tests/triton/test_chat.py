@@ -85,12 +85,12 @@ def test_speech_starts_before_the_text_has_ended_and_equals_the_whole(sdk: OpenA
     assert base64.b64decode(whole.audio.data) == b"".join(pcm)
 
 
-def test_what_is_spoken_can_be_heard(sdk: OpenAI, chat_server: RunningServer) -> None:
+def test_speech_can_be_transcribed(sdk: OpenAI, chat_server: RunningServer) -> None:
     wrong = total = 0
     for sentence in SPOKEN:
         wav = sdk.audio.speech.create(model="chat", voice="heart", input=sentence, response_format="wav").read()
-        heard = transcript(chat_server, *samples(wav))
-        wrong += word_errors(sentence, heard)
+        transcript_text = transcript(chat_server, *samples(wav))
+        wrong += word_errors(sentence, transcript_text)
         total += len(words(sentence))
     assert wrong / total <= 0.10
 
@@ -104,10 +104,10 @@ def test_one_can_talk_to_it(sdk: OpenAI) -> None:
     assert "Paris" in answer.choices[0].message.content
 
 
-def test_a_recorded_voice_is_heard(chat_server: RunningServer) -> None:
+def test_a_recording_is_transcribed(chat_server: RunningServer) -> None:
     folder = find_home().root / "packages" / "pytest-audioeval" / "pytest_audioeval" / "samples" / "audio" / "en"
-    heard = transcript(chat_server, *samples((folder / "quick_brown_fox.wav").read_bytes()))
-    assert words(heard) == words("The quick brown fox jumps over the lazy dog")
+    transcript_text = transcript(chat_server, *samples((folder / "quick_brown_fox.wav").read_bytes()))
+    assert words(transcript_text) == words("The quick brown fox jumps over the lazy dog")
 
 
 @pytest.mark.parametrize("encoding", ["mp3", "opus", "aac", "flac", "wav", "pcm"])
@@ -157,26 +157,26 @@ def test_concurrent_answers_equal_the_one_alone(sdk: OpenAI, chat_server: Runnin
     assert texts == [alone] * 4
 
 
-def test_a_sound_file_is_written_down_with_its_times(sdk: OpenAI, chat_server: RunningServer) -> None:
+def test_an_audio_file_is_transcribed_with_times(sdk: OpenAI, chat_server: RunningServer) -> None:
     speech = [sdk.audio.speech.create(model="chat", voice="heart", input=text, response_format="wav").content
               for text in SPOKEN[:2]]  # fmt: skip
     (first, rate), (second, _) = (samples(wav) for wav in speech)
     silence = np.zeros(rate, np.float32)
     file = io.BytesIO()
     soundfile.write(file, np.concatenate([first, silence, second]), rate, format="flac")
-    heard = sdk.audio.transcriptions.create(
+    transcription = sdk.audio.transcriptions.create(
         model="chat", file=("speech", file.getvalue()), response_format="verbose_json", language="en"
     )
-    assert word_errors(" ".join(SPOKEN[:2]), heard.text) <= 2
-    assert abs(heard.duration - (len(first) + len(second) + rate) / rate) < 0.1
-    segments = heard.segments or []
-    assert "".join(s.text for s in segments) == heard.text
+    assert word_errors(" ".join(SPOKEN[:2]), transcription.text) <= 2
+    assert abs(transcription.duration - (len(first) + len(second) + rate) / rate) < 0.1
+    segments = transcription.segments or []
+    assert "".join(s.text for s in segments) == transcription.text
     times = [at_s for s in segments for at_s in (s.start, s.end)]
-    assert times == sorted(times) and times[-1] <= heard.duration + 0.01
+    assert times == sorted(times) and times[-1] <= transcription.duration + 0.01
     last = next(s for s in segments if "river" in s.text)
     assert last.end > (len(first) + rate) / rate, "the second sentence ends after the silence before it"
     events = list(sdk.audio.transcriptions.create(model="chat", file=("speech", file.getvalue()), stream=True))
-    assert events[-1].type == "transcript.text.done" and events[-1].text == heard.text
+    assert events[-1].type == "transcript.text.done" and events[-1].text == transcription.text
     wait_until_idle(chat_server, "chat")
 
 
@@ -240,9 +240,9 @@ def words(text: str) -> list[str]:
     return re.sub(r"[^a-z' ]", " ", text.lower()).split()
 
 
-def word_errors(said: str, heard: str) -> int:
+def word_errors(said: str, transcript_text: str) -> int:
     """Edit distance in words."""
-    a, b = words(said), words(heard)
+    a, b = words(said), words(transcript_text)
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         diagonal, row[0] = row[0], i

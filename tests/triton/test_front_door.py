@@ -55,7 +55,7 @@ def test_streamed_pieces_joined_equal_the_whole(toy: RunningServer) -> None:
         ({"text_input": "x", "max_tokens": 0}, "sampling.max_tokens"),
         ({"text_input": "x", "max_tokens": 1.5}, "max_tokens"),
         ({"text_input": "x", "temperature": 9.0}, "sampling.temperature"),
-        ({"text_input": "x", "voice": "nobody"}, "speech.voice"),
+        ({"text_input": "x", "voice": "unknown"}, "speech.voice"),
         ({"text_input": "x", "language": "xx"}, "speech.language"),
         ({"text_input": "x", "modalities": "smell"}, "modalities"),
         ({"text_input": "x", "operation": "dance"}, "operation"),
@@ -138,7 +138,7 @@ def test_abort_by_id_ends_once_under_the_final_outputs_name(toy: RunningServer) 
     ]
     for client in clients:
         client.start()
-    wait_for(lambda: health(toy)["stages"]["wave"]["live"] == 3, 10, "three requests in work")
+    wait_for(lambda: health(toy)["stages"]["wave"]["live"] == 3, 10, "three requests running")
     _, answer = generate(toy, request=json.dumps({"operation": "abort", "target": "abort-me"}))
     assert answer["event"]["aborted"] == 3
     for client in clients:
@@ -192,10 +192,10 @@ def test_shared_memory_regions_carry_requests_and_answers(toy: RunningServer) ->
         shm.destroy_shared_memory_region(region_out)
 
 
-def test_over_the_limit_is_refused_and_nobody_hangs(toy: RunningServer) -> None:
+def test_over_the_limit_is_refused_and_none_hangs(toy: RunningServer) -> None:
     plans = [Plan(body(3, ("text",), tokens={"delay_s": 0.2}), timeout_s=60) for _ in range(400)]
     ends = [life.ends[0] for life in run_many(toy.grpc, plans, 400)]
-    assert ends.count("length") >= 320  # 64 in work and 256 waiting at any time
+    assert ends.count("length") >= 320  # 64 running and 256 waiting at any time
     assert all(end == "length" or "too_busy:queue" in end for end in ends)
     assert len(ends) == 400
     wait_until_idle(toy)

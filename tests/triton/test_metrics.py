@@ -81,5 +81,5 @@ def test_the_table_in_the_docs_is_the_page(toy: RunningServer, toy_proxy_url: st
             shown[name] = (kind[1], frozenset(found))
     text = (REPO / "docs" / "metrics-and-traces.md").read_text()
     rows = re.findall(r"^\| `(omni_\w+)` \| (\w+) \|([\w, ]*)\| .+ \|$", text, re.MULTILINE)
-    told = {name: (kind, frozenset(labels.replace(" ", "").split(",")) - {""}) for name, kind, labels in rows}
-    assert told == shown
+    documented = {name: (kind, frozenset(labels.replace(" ", "").split(",")) - {""}) for name, kind, labels in rows}
+    assert documented == shown

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """qwen3_omni on a real server with the tiny checkpoint: what comes out of the proxy is what transformers says.
 
-Codes do not leave the server. That every code of every frame is transformers' is read off the sound: the one that
+Codes do not leave the server. That every code of every frame is transformers' is read off the audio: the one that
 comes out is the reference's to 1e-5, and one other code in any book of any frame changes it by more.
 """
 
@@ -35,8 +35,8 @@ pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
 SAME = 1e-5
 HALF = "\ufffd"  # what an answer that was cut inside a character ends with, or not
 PCM16 = 1 / 32767  # what a 16-bit sample may be away from the float
-IN_FILMS = [name for name, case in CASES.items() if any(word.startswith("heard") for word in case)]
-"""Cases with the sound of a film, which OpenAI's words have no place for."""
+IN_FILMS = [name for name, case in CASES.items() if any(word.startswith("videoaudio") for word in case)]
+"""Cases with the audio of a video, which OpenAI's words have no place for."""
 Key = int | str
 """A chat's place in CHATS or a case's name in CASES."""
 EVERYTHING: list[Key] = [*range(len(CHATS)), *CASES]
@@ -189,7 +189,7 @@ def check(model: Any, answer: Answer, spoken: Any, tolerance: float) -> None:
     assert np.abs(answer.audio - spoken.wave).max() <= tolerance
 
 
-def test_any_other_code_would_be_heard(model: Any, reference: dict[Key, Any]) -> None:
+def test_any_other_code_would_show(model: Any, reference: dict[Key, Any]) -> None:
     import torch
 
     codes = torch.tensor(reference[0].codes)
@@ -214,8 +214,8 @@ def test_alone_everything_is_transformers(
 def test_joining_and_leaving_everything_is_transformers(
     server: RunningServer, client: Client, model: Any, reference: dict[Key, Any], is_tight: bool
 ) -> None:
-    """Each request starts when the one before it is heard; between them others come and go. Then all at once, when
-    everything is in the prefix and encoder caches."""
+    """Each request starts when the audio of the one before it has begun; between them others come and go. Then all at
+    once, when everything is in the prefix and encoder caches."""
     begun = [threading.Event() for _ in SAYABLE]
 
     def one(place: int) -> Answer:
@@ -262,7 +262,7 @@ def test_text_alone_opens_no_speech_stage(client: Client, reference: dict[Key, A
 
 def test_unknown_voices_are_refused_with_the_known_ones(client: Client, server: RunningServer) -> None:
     request = GenerateRequest(
-        messages=(Message("user", "x"),), modalities=("audio",), speech=SpeechParams(voice="nobody")
+        messages=(Message("user", "x"),), modalities=("audio",), speech=SpeechParams(voice="unknown")
     )
     with pytest.raises(BadRequest, match="aiden, chelsie, ethan") as caught:
         list(client.generate("qwen3_omni", request, timeout_s=60))
@@ -274,7 +274,7 @@ def test_forced_calls_and_json_through_the_sdk(server: RunningServer) -> None:
     from openai import OpenAI
 
     chats = OpenAI(base_url=server.openai, api_key="none", timeout=240, max_retries=0).chat.completions
-    cities = [{"city": "Rome"}, {"city": "Oslo"}]  # a random model would write blanks for ever where a schema lets it
+    cities = [{"city": "Rome"}, {"city": "Oslo"}]  # a random model writes blanks without end where a schema allows it
     schema = {"type": "object", "enum": cities}
     common: Any = {"model": "qwen3_omni", "messages": [{"role": "user", "content": "Where?"}], "modalities": ["text"]}
     common |= {"temperature": 0.0, "max_tokens": 100}
@@ -341,7 +341,7 @@ def without_end(checkpoint: Path, key: Key, tokens: int) -> tuple[GenerateReques
 def test_an_abort_in_any_phase_ends_once_and_leaves_the_others_alone(
     server: RunningServer, client: Client, checkpoint: Path, phase: str
 ) -> None:
-    """queued: all seats of the thinker are taken; read: its prompt has pictures, sound and several pieces; tail: the
+    """queued: all seats of the thinker are taken; read: its prompt has images, audio and several pieces; tail: the
     text is complete."""
     alone = ask_grpc(client, 1, "text", "audio")
 
@@ -353,7 +353,7 @@ def test_an_abort_in_any_phase_ends_once_and_leaves_the_others_alone(
         others = [pool.submit(other.follow, *without_end(checkpoint, 2, 300)) for other in crowd]
         wait_for(lambda: all("text" in other.seen for other in crowd), 120, "the others write")
         watched = Watched("watched", client)
-        key: Key = "short sound in a film" if phase == "read" else 2
+        key: Key = "short audio in a video" if phase == "read" else 2
         end = pool.submit(watched.follow, *without_end(checkpoint, key, 6 if phase == "tail" else 300))
         reached: dict[str, Callable[[], bool]] = {
             "queued": watched.is_listed,

@@ -160,19 +160,19 @@ def test_a_client_that_leaves_frees_the_stages(
 
 
 def test_sixteen_at_once_do_not_mix(sdk: openai.OpenAI) -> None:
-    heard: dict[int, bytes] = {}
+    received: dict[int, bytes] = {}
 
     def ask(tokens: int) -> None:
         chunks = [audio_of(c) for c in complete(sdk, max_tokens=tokens, stream=True, **SPOKEN)]
         assert "".join(c.get("transcript", "") for c in chunks) == words(tokens)
-        heard[tokens] = base64.b64decode("".join(c.get("data", "") for c in chunks))
+        received[tokens] = base64.b64decode("".join(c.get("data", "") for c in chunks))
 
     threads = [threading.Thread(target=ask, args=(10 * n,)) for n in range(1, 17)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert heard == {10 * n: pcm(10 * n) for n in range(1, 17)}
+    assert received == {10 * n: pcm(10 * n) for n in range(1, 17)}
 
 
 def test_a_hundred_streams_at_once_and_a_client_with_little_time(sdk: openai.OpenAI, toy_proxy_url: str) -> None:
@@ -230,8 +230,8 @@ def test_client_errors(toy: RunningServer) -> None:
         with pytest.raises(OmniError) as late:
             list(client.generate("toy", chat(9, tokens={"hold_after": 1}), timeout_s=0.5))
         assert (late.value.code, late.value.where) == ("deadline_exceeded", "client")
-    with Client("127.0.0.1:1") as nobody, pytest.raises(OmniError) as gone:
-        nobody.health("toy")
+    with Client("127.0.0.1:1") as unreachable, pytest.raises(OmniError) as gone:
+        unreachable.health("toy")
     assert gone.value.code == "unavailable"
     wait_until_idle(toy)
 

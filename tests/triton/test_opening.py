@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opening beside an engine in a long step: nobody waits but the runs of that stage, and they all join at its end."""
+"""Opening beside an engine in a long step: only runs of that stage wait, and all join at its end."""
 
 from __future__ import annotations
 

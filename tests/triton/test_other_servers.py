@@ -52,7 +52,7 @@ def test_sigterm_lets_requests_in_flight_finish(tmp_path: Path) -> None:
         plans = [Plan(body(20, tokens={"delay_s": 0.05}), timeout_s=30) for _ in range(8)]
         clients = threading.Thread(target=lambda: lives.extend(run_many(server.grpc, plans, 8)))
         clients.start()
-        wait_for(lambda: probe(server.instance("toy_tokens").address, 5).live == 8, 20, "all in work")
+        wait_for(lambda: probe(server.instance("toy_tokens").address, 5).live == 8, 20, "all running")
         os.kill(server.pid, signal.SIGTERM)
         clients.join(60)
     assert [life.ends for life in lives] == [["length"]] * 8

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from perf.harness import Analysis, Server, analyze, bare_server, request_only
-from perf.measures import heard
+from perf.measures import trace_of
 from tests.kit.load_generator import body
 from tests.kit.triton_server import RunningServer
 
@@ -30,7 +30,7 @@ def run(server: RunningServer | Server, concurrency: int, count: int, *flags: st
 @pytest.mark.parametrize("concurrency", [1, 4, 16, 64])
 def test_streams_are_clean(toy: RunningServer, concurrency: int) -> None:
     analysis = run(toy, concurrency, max(4, 2 * concurrency))
-    for one in map(heard, analysis.requests):
+    for one in map(trace_of, analysis.requests):
         assert one.completed
         assert len(one.of("text")) == len(one.of("audio")) == TOKENS
 

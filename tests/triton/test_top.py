@@ -29,11 +29,11 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture
 def held(server: RunningServer) -> Iterator[str]:
-    """A request that stays in work until the test is over."""
+    """A request that runs until the test is over."""
     plan = Plan(body(4, ("text", "audio"), wave={"hold_after": 2}), request_id="held-one")
     client = threading.Thread(target=run_one, args=(server.grpc, plan))
     client.start()
-    wait_for(lambda: health(server)["stages"]["wave"]["live"] == 1, 20, "a request in work")
+    wait_for(lambda: health(server)["stages"]["wave"]["live"] == 1, 20, "a running request")
     yield "held-one"
     abort(server.grpc, "toy", "held-one")
     client.join(20)

@@ -9,12 +9,12 @@ import math
 import pytest
 
 from perf import measures
-from perf.measures import Heard, Piece
+from perf.measures import Piece, RequestTrace
 
 
-def talk(*pieces: tuple[float, float]) -> Heard:
-    """A request started at 10 s with sound pieces (seconds after the start, seconds of sound)."""
-    return Heard(10.0, [Piece(10.0 + at, "audio", length) for at, length in pieces], 10.0 + pieces[-1][0], True)
+def talk(*pieces: tuple[float, float]) -> RequestTrace:
+    """A request started at 10 s with audio pieces (seconds after the start, seconds of audio)."""
+    return RequestTrace(10.0, [Piece(10.0 + at, "audio", length) for at, length in pieces], 10.0 + pieces[-1][0], True)
 
 
 def exported(*responses: tuple[int, dict, object]) -> dict:
@@ -32,7 +32,7 @@ END = {"type": "end", "outcome": "completed"}
 
 
 def test_a_request_is_read_from_the_export():
-    one = measures.heard(exported((5, TEXT, 7.5), (20, AUDIO, [0.0] * 50), (30, AUDIO, 0.25), (31, END, -1.0)))
+    one = measures.trace_of(exported((5, TEXT, 7.5), (20, AUDIO, [0.0] * 50), (30, AUDIO, 0.25), (31, END, -1.0)))
     assert [(p.output, p.audio_s) for p in one.pieces] == [("text", 0.0), ("audio", 0.05), ("audio", 0.001)]
     assert measures.first_ms(one, "text") == pytest.approx(5)
     assert measures.first_ms(one, "audio") == pytest.approx(20)
@@ -42,13 +42,13 @@ def test_a_request_is_read_from_the_export():
 
 @pytest.mark.parametrize("last", [{"type": "end", "outcome": "cancelled"}, TEXT, {}])
 def test_a_request_without_a_completed_end_is_an_error(last):
-    one = measures.heard(exported((5, TEXT, 0.0), (6, last, 0.0)))
+    one = measures.trace_of(exported((5, TEXT, 0.0), (6, last, 0.0)))
     assert not one.completed
     assert measures.summarize([one]).errors == 1
 
 
 def test_two_ends_are_an_error():
-    assert not measures.heard(exported((5, END, 0.0), (6, END, 0.0))).completed
+    assert not measures.trace_of(exported((5, END, 0.0), (6, END, 0.0))).completed
 
 
 def test_sound_that_comes_in_time_has_no_pause():
@@ -59,7 +59,7 @@ def test_sound_that_comes_in_time_has_no_pause():
 
 
 def test_the_player_waits_for_late_sound_and_goes_on_from_there():
-    one = talk((1.0, 0.5), (1.75, 0.5), (2.3, 0.5))  # heard until 1.5, then until 2.25
+    one = talk((1.0, 0.5), (1.75, 0.5), (2.3, 0.5))  # trace_of until 1.5, then until 2.25
     assert measures.underruns_s(one) == pytest.approx([0.25, 0.05])
     assert not measures.continuous(one)
 
@@ -76,7 +76,7 @@ def test_percentiles_are_values_that_occurred():
 
 def test_a_load_is_summed_up_from_first_start_to_last_end():
     early, late = talk((1.0, 1.0), (1.5, 1.0)), talk((2.0, 1.0), (4.0, 1.0))
-    found = measures.summarize([early, late, Heard(10.0)])
+    found = measures.summarize([early, late, RequestTrace(10.0)])
     assert (found.requests, found.errors, found.pieces) == (3, 1, 4)
     assert found.wall_s == pytest.approx(4.0)
     assert found.requests_per_s == pytest.approx(0.5)
@@ -89,6 +89,6 @@ def test_a_load_is_summed_up_from_first_start_to_last_end():
 
 
 def test_a_load_without_an_answer_has_no_numbers():
-    found = measures.summarize([Heard(1.0)])
+    found = measures.summarize([RequestTrace(1.0)])
     assert (found.errors, found.pieces) == (1, 0)
     assert math.isnan(found.wall_s) and math.isnan(found.continuity)

@@ -65,7 +65,7 @@ def test_an_orchestrators_call_is_received_acknowledged_and_handed_over(make):
     client, run = b.call()
     b.turn()
     assert client.sent == ["ack"]
-    assert b.told(run) == [msg.ReceivedMessage(run)]
+    assert b.sent_to_orchestrator(run) == [msg.ReceivedMessage(run)]
     assert [type(m) for m in b.worker_reads()] == [msg.OpenMessage]
 
 
@@ -76,7 +76,7 @@ def test_a_run_that_is_open_already_is_refused_in_the_first_response(make):
     b.turn()
     assert lines([second.sent[0][1]]) == ["[bad_request:open] this run is already open"]
     assert first.sent == ["ack"]
-    assert b.told(run) == [msg.ReceivedMessage(run)], "nothing is said of the first"
+    assert b.sent_to_orchestrator(run) == [msg.ReceivedMessage(run)], "nothing is said of the first"
 
 
 def test_a_call_of_a_dead_orchestrator_gets_nothing(make, tmp_path):
@@ -115,7 +115,7 @@ def test_an_accepted_runs_end_is_told_by_its_worker(make):
     client.close()
     b.turn()
     assert b.worker_reads() == [msg.ReleaseMessage(run)]
-    assert b.told(run) == [msg.ReceivedMessage(run)]
+    assert b.sent_to_orchestrator(run) == [msg.ReceivedMessage(run)]
 
 
 def test_a_refused_runs_end_is_told_by_us_after_its_final(make):
@@ -126,10 +126,10 @@ def test_a_refused_runs_end_is_told_by_us_after_its_final(make):
     b.to_stub.send(refusal)
     b.turn()
     assert client.sent == ["ack", FINAL]
-    assert b.told(run) == [msg.ReceivedMessage(run)]
+    assert b.sent_to_orchestrator(run) == [msg.ReceivedMessage(run)]
     client.close()
     b.turn()
-    assert b.told(run) == [msg.ReceivedMessage(run), refusal]
+    assert b.sent_to_orchestrator(run) == [msg.ReceivedMessage(run), refusal]
     assert [type(m) for m in b.worker_reads()] == [msg.OpenMessage], "nothing to release"
 
 
@@ -146,7 +146,7 @@ def test_a_death_ends_every_call_the_worker_had(make, accepted):
     assert client.sent == ["ack", FINAL]
     client.close()
     b.turn()
-    assert lines(b.told(run)) == [DIED]
+    assert lines(b.sent_to_orchestrator(run)) == [DIED]
     assert b.worker_process.state == "restarting"
 
 
@@ -163,7 +163,7 @@ def test_a_death_between_the_last_word_and_the_release_is_a_failure(make):
     assert client.sent == ["ack", FINAL]
     client.close()
     b.turn()
-    assert lines(b.told(run)) == [DIED]
+    assert lines(b.sent_to_orchestrator(run)) == [DIED]
 
 
 def test_a_death_while_inputs_wait_ends_those_calls_too(make):
@@ -176,7 +176,7 @@ def test_a_death_while_inputs_wait_ends_those_calls_too(make):
     for client, _ in calls:
         client.close()
     b.turn()
-    assert [lines(b.told(run)) for _, run in calls] == [[DIED]] * 4
+    assert [lines(b.sent_to_orchestrator(run)) for _, run in calls] == [[DIED]] * 4
 
 
 def test_calls_are_refused_at_once_while_there_is_no_worker(make):
@@ -188,7 +188,7 @@ def test_calls_are_refused_at_once_while_there_is_no_worker(make):
     assert client.sent == ["ack", FINAL]
     client.close()
     b.turn()
-    assert lines(b.told(run)) == ["[unavailable:tokens] the stage is restarting"]
+    assert lines(b.sent_to_orchestrator(run)) == ["[unavailable:tokens] the stage is restarting"]
 
 
 @pytest.mark.parametrize("told", ["death", "by the worker"])
@@ -338,7 +338,7 @@ def test_a_hung_worker_is_killed_and_its_calls_fail(make):
     b.turn()
     client.close()
     b.turn()
-    assert lines(b.told(run)) == [DIED]
+    assert lines(b.sent_to_orchestrator(run)) == [DIED]
     b.clock.now_s += FIRST_PAUSE_S
     b.turn()
     b.worker_is_ready()
@@ -353,7 +353,7 @@ def test_a_stopped_worker_is_not_ready_and_replaced_before_it_counts_as_hung(mak
     b.turn()
     client.close()
     b.turn()
-    assert lines(b.told(run)) == ["[unavailable:tokens] the stage's worker is stopped"]
+    assert lines(b.sent_to_orchestrator(run)) == ["[unavailable:tokens] the stage's worker is stopped"]
     b.worker_process.stopped = False
     b.turn()
     assert b.loop.state == "ready" and b.worker_process.kills == 0
@@ -387,7 +387,9 @@ def test_deaths_in_a_row_wait_longer_each_time_and_then_it_gives_up(make):
     b.turn()
     client.close()
     b.turn()
-    assert lines(b.told(run)) == ["[unavailable:tokens] the stage's worker died too often and is not restarted"]
+    assert lines(b.sent_to_orchestrator(run)) == [
+        "[unavailable:tokens] the stage's worker died too often and is not restarted"
+    ]
 
 
 def test_a_steady_life_starts_the_pauses_anew(make):
