@@ -13,7 +13,7 @@ from tests.kit.tiny_checkpoints import tiny_llama
 from tests.kit.tiny_omni import tiny_omni
 from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling, SpeechParams
 from triton_omni.backends.core.pipeline import EngineContext
-from triton_omni.backends.pipelines.qwen3_omni.adapters import Piece
+from triton_omni.backends.pipelines.qwen3_omni.adapters import TalkerInput
 from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 
 become_ar_worker()
@@ -45,7 +45,7 @@ def frames(tmp_path_factory):
         GenerateRequest(),
         refused=GenerateRequest(speech=SpeechParams(voice="unknown")),
         upstream="thinker",
-        inputs=(Piece(prompt, [WORDS[0]]), *(Piece([], [word]) for word in WORDS[1:]), Piece([], [])),
+        inputs=(TalkerInput(prompt, [WORDS[0]]), *(TalkerInput([], [word]) for word in WORDS[1:]), TalkerInput([], [])),
         same=lambda event: (type(event).__name__, [t.data.tolist() for t in getattr(event, "tensors", ())]),
     )
 
