@@ -30,7 +30,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
         *(generate.ImageParams, generate.SpeechParams, generate.TranscriptionParams),
         *(responses.Event, responses.Progress, responses.PipelineStatus, responses.StageStatus),
         *(responses.RequestStatus, outputs.TextPiece, outputs.TranscriptPiece, outputs.AudioPiece, outputs.ImagePiece),
-        *(outputs.FunctionCall, outputs.TokenLogprob, outputs.Candidate, outputs.WordTime),
+        *(outputs.FunctionCall, outputs.TokenLogprob, outputs.Candidate, outputs.WordTime, outputs.SegmentDecoding),
     )
 }
 _TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

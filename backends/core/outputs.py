@@ -186,6 +186,25 @@ class ImagePiece(PieceBase, frozen=True, tag="image"):
         return pieces[-1] if pieces else None
 
 
+class SegmentDecoding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a segment was decoded: fields of the segments of OpenAI's verbose_json.
+
+    seek               where the decoded window begins, in hundredths of a second of all the audio
+    tokens             ids of the text
+    temperature        of sampling; 0 is greedy
+    avg_logprob        mean log-probability of the window's tokens
+    compression_ratio  of the window's text by zlib; repeats make it high
+    no_speech_prob     probability that the window has no speech
+    """
+
+    seek: int = 0
+    tokens: tuple[int, ...] = ()
+    temperature: float = 0.0
+    avg_logprob: float = 0.0
+    compression_ratio: float = 0.0
+    no_speech_prob: float = 0.0
+
+
 class TranscriptPiece(PieceBase, frozen=True, tag="transcript"):
     """A segment of transcribed audio, in seconds of all the audio.
 
@@ -195,6 +214,7 @@ class TranscriptPiece(PieceBase, frozen=True, tag="transcript"):
     language  of the audio
     words     only with `transcription.word_timestamps`
     part      number of the audio part, for a consumer stage that takes the transcripts of the parts one by one
+    decoding  how the segment was decoded, see `SegmentDecoding`
     """
 
     kind: ClassVar[PieceKind] = "transcript"
@@ -205,6 +225,7 @@ class TranscriptPiece(PieceBase, frozen=True, tag="transcript"):
     language: str = ""
     words: tuple[WordTime, ...] = ()
     part: int = 0
+    decoding: SegmentDecoding = SegmentDecoding()
 
     @classmethod
     def join(cls, pieces: Sequence[Self]) -> Self:

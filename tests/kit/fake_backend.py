@@ -17,7 +17,14 @@ import numpy as np
 
 from triton_omni.backends import wire
 from triton_omni.backends.core.generate import with_stage_options
-from triton_omni.backends.core.outputs import AudioPiece, ImagePiece, TextPiece, TranscriptPiece, WordTime
+from triton_omni.backends.core.outputs import (
+    AudioPiece,
+    ImagePiece,
+    SegmentDecoding,
+    TextPiece,
+    TranscriptPiece,
+    WordTime,
+)
 from triton_omni.backends.wire import Event, GenerateRequest
 from triton_omni.connection import Model
 from triton_omni.pieces import NO_MEDIA, Piece
@@ -153,7 +160,8 @@ class FakeBackend:
                 WordTime(word, 1.5 * i + 0.25 * k, 1.5 * i + 0.25 * (k + 1))
                 for k, word in enumerate(text.split() if with_words else ())
             ]
-            segment = TranscriptPiece(text, 1.5 * i, 1.5 * i + 1.25, "english", tuple(words))
+            decoding = SegmentDecoding(50 * i, (7, 8 + i), 0.0, -0.25, 0.75, 0.125)
+            segment = TranscriptPiece(text, 1.5 * i, 1.5 * i + 1.25, "english", tuple(words), decoding=decoding)
             yield Piece(Event("transcript", output="transcript", index=i, piece=segment), text)
         yield Piece(Event("end", outcome="completed", usage={"audio_input_s": 2.75}))
 

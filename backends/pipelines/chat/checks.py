@@ -24,7 +24,7 @@ def check(request: GenerateRequest) -> None:
     if voice not in (None, *VOICES):
         raise BadRequest(f"unknown voice '{voice}'; available: {', '.join(VOICES)}", "speech.voice")
     for part, language in (("speech", request.speech.language), ("transcription", request.transcription.language)):
-        if language is not None and language.lower() not in LANGUAGES:
+        if language and language.lower() not in LANGUAGES:
             message = f"unknown language '{language}'; available: {', '.join(LANGUAGES)}"
             raise BadRequest(message, f"{part}.language")
     if request.operation == "chat":

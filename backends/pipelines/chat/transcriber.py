@@ -13,7 +13,7 @@ import numpy as np
 
 from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFinished, EngineOutput, EngineProgress, Run
 from triton_omni.backends.core.generate import with_stage_options
-from triton_omni.backends.core.outputs import TranscriptPiece, WordTime
+from triton_omni.backends.core.outputs import SegmentDecoding, TranscriptPiece, WordTime
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.chat.audio_windows import SAMPLE_RATE_HZ, Clip, clips_of
 from triton_omni.backends.pipelines.chat.options import TranscriberOptions, model_folder, read_options
@@ -119,7 +119,14 @@ def _output(run: Run, state: TranscriberRunState, window: WindowTranscript, segm
         WordTime(word.text, round(begin_s + word.start_s, 2), round(begin_s + word.end_s, 2))
         for word in (segment.words if state.word_timestamps else ())
     ]
-    return EngineOutput(run, TranscriptPiece(text, start_s, end_s, LANGUAGE, tuple(words)))
+    decoding = SegmentDecoding(
+        seek=round(begin_s * 100),
+        tokens=segment.tokens,
+        avg_logprob=segment.avg_logprob,
+        compression_ratio=segment.compression_ratio,
+        no_speech_prob=segment.no_speech_prob,
+    )
+    return EngineOutput(run, TranscriptPiece(text, start_s, end_s, LANGUAGE, tuple(words), decoding=decoding))
 
 
 def transcriber_engine(context: EngineContext) -> TranscriberEngine:

@@ -33,10 +33,6 @@ from triton_omni.openai.http.pools import in_thread
 from triton_omni.pieces import Piece
 
 PARAMS = {"messages": "file", "messages[0].content[0]": "file", "audio": "file"}
-DECODING = {
-    "seek": 0, "tokens": (), "temperature": 0.0, "avg_logprob": 0.0, "compression_ratio": 0.0, "no_speech_prob": 0.0,
-}  # fmt: skip
-"""Required by OpenAI's type of a segment, beside text and times; the value where a pipeline reports none."""
 _REGIONAL = re.compile(r"[A-Za-z]{2}[-_][A-Za-z]{2}")
 GRANULARITIES = "timestamp_granularities[]"
 
@@ -58,9 +54,10 @@ class Transcript:
         if not isinstance(segment, TranscriptPiece):
             return ""
         self.language = segment.language or self.language
-        self.segments.append({
-            "id": len(self.segments), "start": segment.start_s, "end": segment.end_s, "text": segment.text, **DECODING,
-        })  # fmt: skip
+        facts = {name: getattr(segment.decoding, name) for name in segment.decoding.__struct_fields__}
+        self.segments.append(
+            {"id": len(self.segments), "start": segment.start_s, "end": segment.end_s, "text": segment.text, **facts}
+        )
         self.words += [{"word": word.word, "start": word.start_s, "end": word.end_s} for word in segment.words]
         return segment.text
 

@@ -255,7 +255,7 @@ def test_strictly_typed_clients_read_transcripts(url: str) -> None:
         transcribe(url, ("response_format", "verbose_json")).json(), strict=True
     )
     assert verbose.segments is not None
-    assert (verbose.segments[0].seek, verbose.segments[0].tokens, verbose.segments[0].temperature) == (0, [], 0.0)
+    assert (verbose.segments[0].seek, verbose.segments[0].tokens, verbose.segments[0].temperature) == (0, [7, 8], 0.0)
     last = transcribe(url, ("stream", "true")).text.strip().splitlines()[-1]
     done = TranscriptionTextDoneEvent.model_validate(json.loads(last.removeprefix("data: ")), strict=True)
     assert done.usage is None, "seconds are no tokens"

@@ -36,6 +36,10 @@ def test_other_forms(sdk: openai.OpenAI) -> None:
     verbose = transcribe(sdk, response_format="verbose_json", timestamp_granularities=["segment"])
     assert (verbose.language, verbose.duration, verbose.text) == ("english", 2.75, "Hello there. How are you?")
     assert [(s.id, s.start, s.end) for s in verbose.segments] == [(0, 0.0, 1.25), (1, 1.5, 2.75)]
+    keys = ("seek", "tokens", "temperature", "avg_logprob", "compression_ratio", "no_speech_prob")
+    assert [tuple(getattr(s, key) for key in keys) for s in verbose.segments] == [
+        (0, [7, 8], 0.0, -0.25, 0.75, 0.125), (50, [7, 9], 0.0, -0.25, 0.75, 0.125),
+    ]  # fmt: skip
     assert transcribe(sdk, response_format="srt") == (
         "1\n00:00:00,000 --> 00:00:01,250\nHello there.\n\n2\n00:00:01,500 --> 00:00:02,750\nHow are you?\n"
     )
@@ -67,6 +71,7 @@ def test_streamed(sdk: openai.OpenAI) -> None:
     events = list(transcribe(sdk, stream=True))
     assert [e.type for e in events] == ["transcript.text.delta", "transcript.text.delta", "transcript.text.done"]
     assert "".join(e.delta for e in events[:-1]) == events[-1].text == "Hello there. How are you?"
+    assert events[-1].usage is None, "OpenAI's type counts tokens here, not seconds"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from triton_omni.backends.core.chunk import Chunk
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.generate import GenerateRequest, Message, Part, SpeechParams
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part, SpeechParams, TranscriptionParams
 from triton_omni.backends.core.outputs import TextPiece, TranscriptPiece
 from triton_omni.backends.pipelines.chat.adapters import text_of, transcript_of
 from triton_omni.backends.pipelines.chat.pipeline import PIPELINE
@@ -21,6 +21,10 @@ AUDIO = Part("audio", length=1, sample_rate=16_000)
 
 def asking(**fields) -> GenerateRequest:
     return GenerateRequest(**({"messages": HELLO} | fields))
+
+
+def transcribing(**fields) -> GenerateRequest:
+    return GenerateRequest(operation="transcription", messages=(Message("user", (AUDIO,)),), **fields)
 
 
 def speaking(text: str, **fields) -> GenerateRequest:
@@ -36,6 +40,9 @@ def speaking(text: str, **fields) -> GenerateRequest:
         asking(messages=(Message("system", "Be brief."), Message("user", (Part("text", "What is this?"), AUDIO)))),
         asking(messages=(Message("system", "Be brief."),)),
         asking(stages={"thinker": {"temperature": 0.5}, "code2wav": {"chunk_frames": 50}, "talker": {}}),
+        asking(speech=SpeechParams(language="")),
+        transcribing(transcription=TranscriptionParams(language="")),
+        transcribing(transcription=TranscriptionParams(language="en-US")),
         speaking("Hello."),
         speaking("x" * 4096),
         speaking("An ordinary sentence of common words. " * 107, speech=SpeechParams(speed=0.25)),

@@ -13,7 +13,7 @@ from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.engine import EngineChunk, EngineFinished, EngineOutput, EngineProgress, Run
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part, TranscriptionParams
-from triton_omni.backends.core.outputs import TranscriptPiece
+from triton_omni.backends.core.outputs import SegmentDecoding, TranscriptPiece
 from triton_omni.backends.pipelines.chat.audio_windows import SAMPLE_RATE_HZ, WINDOW_SAMPLES
 from triton_omni.backends.pipelines.chat.transcriber import TranscriberEngine
 from triton_omni.backends.pipelines.chat.transcription import Segment, Transcriber, WindowTranscript
@@ -30,7 +30,8 @@ class LevelTranscriber:
         half_s = len(window) / SAMPLE_RATE_HZ / 2
         spans = ((0.0, half_s), (half_s, 2 * half_s)) if level else ()
         words = lambda start_s, end_s: (Word(str(level), start_s, end_s),) if timestamps else ()  # noqa: E731
-        segments = (Segment(text=str(level), start_s=s, end_s=e, words=words(s, e)) for s, e in spans)
+        facts = {"tokens": (level,), "avg_logprob": -0.25, "compression_ratio": 0.5, "no_speech_prob": 0.125}
+        segments = (Segment(text=str(level), start_s=s, end_s=e, words=words(s, e), **facts) for s, e in spans)
         return WindowTranscript(tuple(segments), 0, len(window))
 
 
@@ -89,6 +90,14 @@ def test_words_have_the_times_of_all_the_audio_and_come_only_if_asked_for() -> N
     run.wanted = frozenset({"transcript"})
     said = [event.piece for event in drive.run_with(engine(), run) if isinstance(event, EngineOutput)]
     assert [piece.text for piece in said] == ["40", " 40"] and not any(piece.words for piece in said)
+
+
+def test_segments_say_how_they_were_decoded() -> None:
+    run = asking((0.4, 40))
+    run.wanted, run.feeds = frozenset({"transcript"}), False
+    said = [event.piece.decoding for event in drive.run_with(engine(), run) if isinstance(event, EngineOutput)]
+    assert said[0] == said[1] == SegmentDecoding(0, (40,), 0.0, -0.25, 0.5, 0.125)
+    assert said[2] == said[3] == SegmentDecoding(3000, (40,), 0.0, -0.25, 0.5, 0.125), "the second window"
 
 
 def test_words_end_where_silence_begins() -> None:
