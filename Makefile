@@ -22,16 +22,19 @@ SERVE_ARGS ?=
 PERF_ARGS ?=
 TESTS ?= tests
 
-.PHONY: help setup serve demo test check doctor lint unit test-soak chaos test-gpu repository perf clean
+# targets that start from the engine environment: say what to do where it is missing
+HAS_ENGINE = @test -x $(ENGINE)/python || { echo '$@: no engine environment in $(OMNI_HOME); next: make setup'; exit 1; }
+
+.PHONY: help setup serve demo test test-all check doctor lint unit test-soak chaos test-gpu repository perf clean
 
 help: ## show this list
 	@echo "Triton-Omni: make TARGET"
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
 	@echo "Variables:"
-	@echo "  PYTHON=$(PYTHON)  EXTRAS=cuda,client,dev for GPUs  PIP_ARGS='…' for every pip call"
+	@echo "  PYTHON=$(PYTHON)  EXTRAS=cuda,client,dev (for GPUs)  PIP_ARGS='…' (for every pip call)"
 	@echo "  SERVE_ARGS='--any-port …'  TRITON_OMNI_HOME=$(OMNI_HOME)"
 
-setup: ## make environments, server and weights (about 5 minutes, 6 GB; again: only what changed)
+setup: ## make environments, server and weights (about 5 minutes, 6 GB; later only what changed)
 	@$(BOOTSTRAP) backends.supervisor.setup.__main__ $(if $(EXTRAS),--extras $(EXTRAS))
 
 serve: setup ## run supervisor, server and OpenAI proxy until Ctrl-C
@@ -41,40 +44,48 @@ demo: setup ## ask the embedded default for a spoken answer and an image; files 
 	@$(CLI) demo
 
 lint: ## style and types
+	$(HAS_ENGINE)
 	@$(ENGINE)/ruff check . && $(ENGINE)/ruff format --check .
 	@rm -rf build/types && mkdir -p build/types && cp -rs $(CURDIR)/client build/types/triton_omni \
 		&& cp -rs $(CURDIR)/backends build/types/triton_omni/
 	@$(ENGINE)/pyright --pythonpath $(ENGINE)/python
 
 unit: ## unit tests
+	$(HAS_ENGINE)
 	@$(PYTEST) -q tests/unit
 
-check: lint unit ## lint, types, unit tests (under 2 minutes)
+check: ## style, types and unit tests side by side (under 3 minutes on two idle cores)
+	@$(MAKE) --no-print-directory -j2 --output-sync=target lint unit
+	@echo 'check: passed; next: make test'
 
-doctor: ## is all set up; memory and start-up seconds of running servers
+doctor: ## state of set-up and of running servers, with memory and start-up seconds
 	@$(CLI) doctor
 
-test: setup lint ## set-up, lint, types and all tests but chaos, soak and GPU
+test: setup lint ## set-up, style, types and all tests but chaos, soak and GPU (about 20 minutes)
 	@$(PYTEST) -m "not chaos and not soak and not gpu" $(TESTS)
 
-test-soak: setup ## long runs: ten thousand random lives, an hour of soak (its numbers in out/soak.json)
+test-all: test chaos test-soak ## everything that needs no GPU (about 2 hours)
+	@echo 'test-all: passed; with a GPU, next: make test-gpu'
+
+test-soak: setup ## long runs: ten thousand random requests, an hour of soak (its numbers in out/soak.json)
 	@$(PYTEST) -m soak --timeout 3600 $(TESTS)
 
-chaos: setup ## about 25 minutes: random lives, dying ranks, workers, stubs and servers while clients stream; seeded
+chaos: setup ## about 25 minutes: kills ranks, workers, stubs and servers while clients stream; seeded
 	@$(PYTEST) -m "not soak" -s tests/chaos
 
 test-gpu: ## tests that need a CUDA device; makes the engine environment for it
-	@compgen -G '/dev/nvidia[0-9]*' >/dev/null || { echo 'test-gpu: there is no NVIDIA GPU here'; exit 1; }
+	@compgen -G '/dev/nvidia[0-9]*' >/dev/null || { echo 'test-gpu: no NVIDIA GPU (/dev/nvidia0); next: make test'; exit 1; }
 	@$(MAKE) --no-print-directory setup EXTRAS=cuda,client,dev
 	@$(PYTEST) -m gpu $(TESTS)
 
 repository: ## write the model repositories and the tables of docs/wire.md
 	@$(CLI) repository --platform cpu --out model_repository
-	@$(ENGINE)/python tools/wire_tables.py
+	@$(ENGINE)/python docs/wire_tables.py
 
 perf: setup ## perf_analyzer on toy and chat beside their engines in one process; tables in out/perf
 	@$(ENGINE)/python -m perf.analyze --out out/perf $(PERF_ARGS)
 
-clean: ## remove outputs and caches, keep .runtime (remove that folder by hand to start afresh)
+clean: ## remove outputs and caches, keep what set-up made (remove that folder by hand to start afresh)
 	@rm -rf out build dist *.egg-info .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -not -path './.runtime/*' -prune -exec rm -rf {} +
+	@echo 'clean: done; set-up is kept in $(OMNI_HOME)'

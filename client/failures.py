@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton and gRPC say when something went wrong → our errors."""
+"""Errors of Triton and gRPC → our errors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import grpc
 from triton_omni.backends import wire
 from triton_omni.backends.wire import BadRequest, OmniError
 
-_TRITON_WORDS = (
-    ("no available versions", "unavailable"),  # known, but not loaded: comes or goes
+_TRITON_MESSAGES = (
+    ("no available versions", "unavailable"),  # known but not loaded: starting or stopping
     ("unknown model", "not_found"),
     ("is not found", "not_found"),
     ("is not ready", "unavailable"),
@@ -27,15 +27,15 @@ _GRPC_CODES = {
 
 
 def of_triton(message: str) -> OmniError:
-    """The error of a response: one of our wire lines, or Triton's own words."""
+    """Error of a response: the text is one of our wire lines or Triton's own message."""
     if message.startswith("["):
         return wire.from_line(message)
-    code = next((code for words, code in _TRITON_WORDS if words in message), "internal")
+    code = next((code for text, code in _TRITON_MESSAGES if text in message), "internal")
     return wire.from_line(f"[{code}] {message}")
 
 
 def of_grpc(error: grpc.RpcError) -> OmniError:
-    """The error of a call that gRPC itself ended."""
+    """Error of a call that gRPC itself ended."""
     if not isinstance(error, grpc.Call):  # grpc.aio's errors are not, though they have the same two methods
         assert isinstance(error, grpc.aio.AioRpcError)
     details = str(error.details() or "")

@@ -21,10 +21,10 @@ _MEDIA_TYPES = {wire.AUDIO: (np.float32, "FP32"), wire.IMAGE: (np.uint8, "UINT8"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """An event, and the text or samples or pixels that it is about.
+    """An event, and the text, samples or pixels that it is about.
 
     audio  (samples,) float32, mono, at `sample_rate_hz`
-    image  (height, width, 3) uint8; with stream=false several pictures of one size are below each other
+    image  (height, width, 3) uint8; with stream=false several images of one size are stacked along the height
     """
 
     event: Event
@@ -50,7 +50,7 @@ def inputs_of(request: GenerateRequest, media: Mapping[str, np.ndarray]) -> list
     inputs = [_input(wire.REQUEST, np.array([wire.encode_request(request)], dtype=np.object_), "BYTES")]
     for name, data in media.items():
         if name not in _MEDIA_TYPES:
-            raise ValueError(f"media are {', '.join(_MEDIA_TYPES)}, not {name}")
+            raise ValueError(f"media must be {', '.join(_MEDIA_TYPES)}, not {name}")
         dtype, datatype = _MEDIA_TYPES[name]
         if data.dtype != dtype or (name == wire.AUDIO and data.ndim != 1):
             raise ValueError(f"{name} must be {np.dtype(dtype)}, audio of one dimension, not {data.dtype} {data.shape}")
@@ -59,7 +59,7 @@ def inputs_of(request: GenerateRequest, media: Mapping[str, np.ndarray]) -> list
 
 
 def piece_of(result: InferResult) -> Piece:
-    """The response as a Piece. Raises msgspec.ValidationError if its event is none."""
+    """Response as a Piece. Raises msgspec.ValidationError if its event is invalid."""
     event = result.as_numpy(wire.EVENT)
     if event is None:
         return Piece(Event("end", outcome="completed"))  # an empty final response

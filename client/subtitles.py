@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transcript with times → the texts of SubRip and WebVTT files. Pure."""
+"""Transcript segments with times → SubRip and WebVTT files. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Phrase:
-    """What is said from one second to another."""
+    """One segment of a transcript; times in seconds."""
 
     start_s: float
     end_s: float
@@ -17,12 +17,12 @@ class Phrase:
 
 
 def srt(phrases: Sequence[Phrase]) -> str:
-    """A SubRip file."""
+    """SubRip (.srt) text."""
     return "\n".join(f"{i}\n{_span(p, ',')}\n{p.text.strip()}\n" for i, p in enumerate(phrases, 1))
 
 
 def vtt(phrases: Sequence[Phrase]) -> str:
-    """A WebVTT file."""
+    """WebVTT (.vtt) text."""
     return "\n".join(["WEBVTT\n", *(f"{_span(p, '.')}\n{p.text.strip()}\n" for p in phrases)])
 
 

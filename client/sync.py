@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client: the AsyncClient for code without an event loop. It runs one in a thread of its own."""
+"""Client: AsyncClient for code without an event loop. Runs a loop in a background thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Client:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="triton-omni-client", daemon=True)
         self._thread.start()
-        self._client = self._wait(_made(address, headers))
+        self._client = self._wait(_connect(address, headers))
 
     def generate(
         self,
@@ -50,7 +50,7 @@ class Client:
         return self._wait(self._client.abort(pipeline, request_id))
 
     def health(self, pipeline: str) -> dict[str, Any]:
-        """The pipeline's own word on its state. Raises OmniError."""
+        """See AsyncClient.health."""
         return self._wait(self._client.health(pipeline))
 
     def requests(self, pipeline: str) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Client:
             raise
 
 
-async def _made(address: str, headers: Mapping[str, str] | None) -> AsyncClient:
+async def _connect(address: str, headers: Mapping[str, str] | None) -> AsyncClient:
     return AsyncClient(address, headers)
 
 

@@ -8,7 +8,7 @@ import re
 import msgspec
 import pytest
 
-from tools import wire_tables
+from docs import wire_tables
 from triton_omni.backends import wire
 from triton_omni.backends.core.generate import MAX_REQUEST_ID_CHARS
 

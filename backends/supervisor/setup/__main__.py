@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         report(f"setup: {disk_full(home.root)}")
         return 1
-    report(f"setup: complete after {time.monotonic() - start:.0f} s")
+    report(f"setup: complete after {time.monotonic() - start:.0f} s; next: make demo, or make serve")
     return 0
 
 

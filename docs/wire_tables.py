@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python tools/wire_tables.py`: write the tables of docs/wire.md from the types that they describe.
+"""`python docs/wire_tables.py`: write the tables of docs/wire.md from the types that they describe.
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. A field's meaning is its line in the docstring of its
 struct (`name  meaning`, further lines indented), a tensor's that in the docstring of `backends/wire.py`.
@@ -22,7 +22,7 @@ from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.pipeline import Stage
 from triton_omni.backends.repository import PUBLIC_INPUTS, PUBLIC_OUTPUTS, TRITON_TYPES, stage_inputs
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "wire.md"
+DOCUMENT = Path(__file__).with_name("wire.md")
 STRUCTS: dict[str, type[msgspec.Struct]] = {
     kind.__name__: kind
     for kind in (
