@@ -17,14 +17,20 @@ import numpy as np
 from triton_omni.backends.wire import AUDIO, IMAGE, VIDEO, Part
 from triton_omni.media import limits
 from triton_omni.media.audio import decode_audio
-from triton_omni.media.images import Alpha, decode_image, decode_mask
+from triton_omni.media.images import Alpha, decode_image, decode_mask, image_size
 from triton_omni.media.limits import SPEECH_HZ, VIDEO_FRAMES_PER_S, MediaError
 from triton_omni.media.video import decode_video
 
-__all__ = ["Media", "MediaError"]
+__all__ = ["Media", "MediaError", "is_large"]
 
 _SHAPES = {AUDIO: (np.dtype(np.float32), (1,)), IMAGE: (np.dtype(np.uint8), (2, 3)), VIDEO: (np.dtype(np.uint8), (4,))}
 """Tensor → its dtype and the allowed numbers of dimensions of a piece."""
+
+
+def is_large(data: bytes) -> bool:
+    """True for a file that may take long to decode: a large image or long audio. Reads no more than a header."""
+    width, height = image_size(data)
+    return len(data) > limits.LARGE_BYTES or width * height > limits.LARGE_PIXELS
 
 
 class Media:

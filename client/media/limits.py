@@ -7,6 +7,9 @@ SPEECH_HZ = 16_000
 MAX_SPEECH_S = 1800
 MAX_PIXELS = 32 * 1024 * 1024
 """Of one image, or of one video frame."""
+LARGE_PIXELS = 2 * 1024 * 1024
+LARGE_BYTES = 1024 * 1024
+"""From here on a file takes more than about 0.1 s to decode (`is_large`)."""
 VIDEO_FRAMES_PER_S = 2.0
 """Sampling rate of videos: the rate that vision-language models are trained on."""
 MAX_VIDEO_FRAMES = 128

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from starlette.datastructures import FormData
@@ -18,7 +17,7 @@ from triton_omni.openai.endpoints.schemas import EditBody
 from triton_omni.openai.http.context import context_of
 from triton_omni.openai.http.errors import invalid, missing
 from triton_omni.openai.http.forms import file_in, opened_form, parse_form
-from triton_omni.openai.http.pools import in_thread
+from triton_omni.openai.http.pools import Pools
 
 MAX_IMAGES = 16
 IMAGES = ("image", "image[]")
@@ -31,7 +30,7 @@ async def edit(request: Request) -> Response:
         images, mask = await _files(form)
         body = parse_form(EditBody, form, (*IMAGES, "mask"), context.ignored)
         await context.services.catalogue.check_media(body.model, "image", "image")
-    sources = await _sources(images, mask, Media(context.share.take), context.services.pools.media)
+    sources = await _sources(images, mask, Media(context.share.take), context.services.pools)
     return await image_response(context, read_image_call(body, sources))
 
 
@@ -48,13 +47,13 @@ async def _files(form: FormData) -> tuple[list[bytes], bytes | None]:
     return [await file_in(value, "image") for value in images], mask
 
 
-async def _sources(images: list[bytes], mask: bytes | None, media: Media, pool: ThreadPoolExecutor) -> EditSources:
+async def _sources(images: list[bytes], mask: bytes | None, media: Media, pools: Pools) -> EditSources:
     """The images, then the mask of the first one."""
     with media_errors("image", "invalid_image"):
-        parts = [await in_thread(pool, partial(media.image, alpha="drop"), image) for image in images]
+        parts = [await pools.decode(partial(media.image, alpha="drop"), image) for image in images]
     if mask is not None:
         with media_errors("mask", "invalid_image"):
-            parts.append(await in_thread(pool, media.mask, mask))
+            parts.append(await pools.decode(media.mask, mask))
         if parts[-1].shape != parts[0].shape[:2]:
             sizes = [f"{width}x{height}" for height, width in (parts[-1].shape, parts[0].shape[:2])]
             raise invalid("mask", f"The mask is {sizes[0]}, the image {sizes[1]}: they must have the same size.")

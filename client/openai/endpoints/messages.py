@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 
@@ -97,7 +98,8 @@ class MessageReader:
         await self._services.catalogue.check_media(self._model, "audio", param)
         decode = from_data_url if is_data_url(data) else from_base64
         with media_errors(param, "invalid_audio"):
-            return await in_thread(self._services.pools.media, lambda: self.media.audio(decode(data)))
+            content = await in_thread(self._services.pools.media, decode, data)
+            return await self._services.pools.decode(self.media.audio, content)
 
     async def _by_url(self, source: schemas.ImageUrl | schemas.MediaUrl | str, kind: str, path: str) -> list[Part]:
         param = path if isinstance(source, str) else f"{path}.url"
@@ -105,11 +107,10 @@ class MessageReader:
         with media_errors(param, f"invalid_{kind}_url"):
             data = await self._read(source if isinstance(source, str) else source.url)
         pools = self._services.pools
-        pool = pools.videos if kind == "video" else pools.media
         with media_errors(param, f"invalid_{kind}"):
-            parts = [await in_thread(pool, _ADD[kind], self.media, data)]
+            parts = [await pools.decode(partial(_ADD[kind], self.media), data, is_video=kind == "video")]
             if kind == "video" and self._with_video_audio:
-                parts.append(await in_thread(pool, self.media.video_audio, data))
+                parts.append(await pools.decode(self.media.video_audio, data, is_video=True))
             return parts
 
     async def _read(self, url: str) -> bytes:

@@ -29,7 +29,6 @@ from triton_omni.openai.http.calls import BackendCall, open_pieces
 from triton_omni.openai.http.context import context_of
 from triton_omni.openai.http.errors import ApiError, invalid, missing, unsupported
 from triton_omni.openai.http.forms import file_in, opened_form, parse_form
-from triton_omni.openai.http.pools import in_thread
 from triton_omni.pieces import Piece
 
 PARAMS = {"messages": "file", "messages[0].content[0]": "file", "audio": "file"}
@@ -99,7 +98,7 @@ async def transcribe(request: Request) -> Response:
         await context.services.catalogue.check_media(body.model, "audio", "file")
         data = await file_in(form["file"], "file")
     with media_errors("file", "invalid_audio"):
-        part = await in_thread(pools.media, media.audio, data)
+        part = await pools.decode(media.audio, data)
     pieces = await open_pieces(context, _call(body, part, media))
     transcript = Transcript()
     if body.stream:
