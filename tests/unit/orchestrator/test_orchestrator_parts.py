@@ -8,6 +8,7 @@ import random
 import pytest
 
 from perf import measures
+from tests.kit.expect import accepts
 from triton_omni.backends.control.messages import RunStats, Transfer
 from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.errors import BadRequest, TooBusy
@@ -89,9 +90,9 @@ def test_slices_outside_their_tensor_are_refused_by_place(part, media, words):
     assert caught.value.where.startswith("messages[1].content[1]")
 
 
-def test_good_media_pass():
+def test_valid_media_are_accepted():
     parts = (Part("image", shape=(2, 2, 3)), Part("image", offset=12, shape=(1, 2, 3)), Part("text", "x"))
-    check_request(SEES, GenerateRequest(messages=(Message("user", parts),)), {"image": 18})
+    accepts(check_request, SEES, GenerateRequest(messages=(Message("user", parts),)), {"image": 18})
 
 
 @pytest.mark.parametrize("kind", ["audio", "image", "video"])
@@ -123,8 +124,8 @@ def test_unknown_stages_are_refused_by_name():
 
 
 @pytest.mark.parametrize("request_id", ["", "a", "ünïcode 🎻", "x" * 256, "../../etc/passwd", "'; --", "{}"])
-def test_any_printable_id_is_fine(request_id):
-    check_request_id(request_id)
+def test_any_printable_id_is_accepted(request_id):
+    accepts(check_request_id, request_id)
 
 
 def test_metrics_add_up():
@@ -172,6 +173,6 @@ def test_the_listener_is_the_one_that_clients_measure_with():
     for piece in pieces:
         player.hear(piece.at_s, piece.audio_s)
     metrics.heard(player, arrived_s=0.5)
-    felt = measures.Heard(0.5, pieces)
+    felt = measures.RequestTrace(0.5, pieces)
     assert metrics.audio_rtf.at().sum == measures.real_time_factor(felt)
     assert metrics.underrun_s.at().sum == max(measures.underruns_s(felt)) == 0.25

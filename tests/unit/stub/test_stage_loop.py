@@ -392,7 +392,7 @@ def test_deaths_in_a_row_wait_longer_each_time_and_then_it_gives_up(make):
     ]
 
 
-def test_a_steady_life_starts_the_pauses_anew(make):
+def test_a_death_after_a_steady_life_resets_the_back_off(make):
     b = make()
     for _ in range(GIVE_UP_AFTER + 2):
         b.clock.now_s += STEADY_S
@@ -401,3 +401,4 @@ def test_a_steady_life_starts_the_pauses_anew(make):
         b.clock.now_s += FIRST_PAUSE_S
         b.turn()
         b.worker_is_ready()
+    assert (b.worker_process.state, b.worker_process.restarts) == ("ready", GIVE_UP_AFTER + 2)

@@ -142,6 +142,7 @@ def test_chunks_that_arrive_before_their_open_are_given_back(at):
     b = at("wave")
     peer = feeds(b, RUN, (0, 2, False), (1, 2, False))
     b.until(lambda: peer.connector.in_flight == 0)
+    assert not b.worker.records
 
 
 def test_the_client_wants_text_only_and_consumers_get_nothing(at):
@@ -613,6 +614,7 @@ def test_a_lost_stub_ends_the_loop(at):
     b.turn(2)
     b.kill("stub")
     b.worker.run_forever(b.worker.stub)
+    assert b.worker.stub.lost
 
 
 # --- deadlines -------------------------------------------------------------------------------------------------------
@@ -699,7 +701,7 @@ def test_messages_that_make_no_sense_are_ignored(at):
     b.to_worker.send(msg.FinishedMessage(RUN, "stop"))
     b.turn(2)
     run = b.open(wanted=("text",))
-    end_of(b, run)
+    assert [end.reason for end in end_of(b, run)] == ["length"]
 
 
 def test_time_in_steps_and_in_turns_is_told_apart(at):
