@@ -15,12 +15,12 @@ from triton_omni.backends.core.engine import Run
 torch = pytest.importorskip("torch")
 
 
-def load_stock(kind: Any, folder: Path) -> Any:
-    """A pipeline of diffusers, float32."""
+def load_stock(kind: Any, folder: Path, dtype: Any = torch.float32) -> Any:
+    """A pipeline of diffusers."""
     from triton_omni.backends.diffusion.upstream import be_quiet
 
     be_quiet()
-    pipe = kind.from_pretrained(folder, dtype=torch.float32)
+    pipe = kind.from_pretrained(folder, dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
