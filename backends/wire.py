@@ -160,6 +160,7 @@ SHORT_FORM: dict[str, tuple[str, type]] = {
     "deadline_s": ("deadlines.total_s", float),
     "stages": ("stages", dict),
     "target": ("target", str),
+    "token": ("token", str),
 }
 """Request parameter → (place in GenerateRequest, type). Lists are comma-separated text, dicts are JSON text."""
 

@@ -52,7 +52,7 @@ def _ask_server(options: argparse.Namespace) -> int:
         "top": top.top,
     }
     try:
-        with Client(options.triton) as client:
+        with Client(options.triton, key=_operator_key(options)) as client:
             return commands[options.command](client, options, show)
     except OmniError as error:
         return _failed(error.line())
@@ -76,6 +76,11 @@ def _new_key(key_id: str) -> int:
     key, entry = new_key(key_id)
     show(f"key    {key}\nentry  {msgspec.json.encode(entry).decode()}\n")
     return 0
+
+
+def _operator_key(options: argparse.Namespace) -> str:
+    """The operator's key of the server: from the given file, else from a server of this user on this machine."""
+    return options.key_file.read_text().strip() if options.key_file else server.local_key(options.triton)
 
 
 def _failed(reason: str) -> int:
@@ -171,6 +176,8 @@ def _add_image(command: argparse.ArgumentParser) -> None:
 
 def _add_triton(command: argparse.ArgumentParser) -> None:
     command.add_argument("--triton", default=DEFAULT_TRITON, metavar="HOST:PORT", help="gRPC service (%(default)s)")
+    about = "file with the operator's key (default: that of a server of this user)"
+    command.add_argument("--key-file", type=Path, metavar="FILE", help=about)
 
 
 def _add_metrics(command: argparse.ArgumentParser) -> None:

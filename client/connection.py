@@ -24,6 +24,10 @@ from triton_omni.pieces import NO_MEDIA, Piece, inputs_of, is_final, piece_of
 
 log = logging.getLogger("triton_omni.client")
 
+KEY_METADATA = "triton-grpc-protocol-triton-omni-key"
+"""Metadata with the operator's key for Triton's own restricted APIs."""
+KEYED_OPERATIONS = frozenset({"abort", "requests"})
+KEPT_TOKENS = 1024
 CONTROL_TIMEOUT_S = 10.0
 """For calls that no stage works on: health, abort, acknowledge, the list of models."""
 RETRY_S = 0.5
@@ -43,12 +47,15 @@ class AsyncClient:
     """Calls the pipelines of one server. Use it from one event loop; any number of requests at once.
 
     address  host:port of Triton's gRPC service
-    headers  sent with every call, e.g. the key of restricted APIs
+    headers  sent with every call
+    key      the operator's key: for the list of models, `requests`, and to abort any request
     """
 
-    def __init__(self, address: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, address: str, headers: Mapping[str, str] | None = None, key: str = "") -> None:
         self.address = address
-        self._headers = dict(headers or {})
+        self._headers = {**(headers or {}), **({KEY_METADATA: key} if key else {})}
+        self._key = key
+        self._tokens: dict[tuple[str, str], str] = {}
         self._triton = aio.InferenceServerClient(address)
         self._acknowledging: set[asyncio.Task[None]] = set()
 
@@ -71,15 +78,18 @@ class AsyncClient:
         read when the next one is asked for: the server sends only a bounded number of bytes ahead.
         """
         request = msgspec.structs.replace(request, acknowledge=request.stream)
+        own = pipeline, request_id or wire.new_request_id()
+        parameters = {wire.OPERATOR_KEY: self._key} if self._key and request.operation in KEYED_OPERATIONS else {}
+        headers = self._headers
+        if traceparent:  # the parameter for our spans, the header for Triton's own
+            parameters[wire.TRACEPARENT] = traceparent
+            headers = {**headers, wire.TRACEPARENT: traceparent}
         call = {
             "model_name": pipeline,
             "inputs": inputs_of(request, media),
-            "request_id": request_id or wire.new_request_id(),
+            "request_id": own[1],
+            "parameters": parameters or None,
         }
-        headers = self._headers
-        if traceparent:  # the parameter for our spans, the header for Triton's own
-            call["parameters"] = {wire.TRACEPARENT: traceparent}
-            headers = {**headers, wire.TRACEPARENT: traceparent}
         stream: Any = self._triton.stream_infer(_once(call), stream_timeout=timeout_s, headers=headers)
         del call, media  # an answer can last much longer than its request is worth keeping
         failure: OmniError | None = None
@@ -91,6 +101,8 @@ class AsyncClient:
                     failure = failures.of_triton(error.message())
                 elif failure is None:
                     piece = piece_of(result)
+                    if piece.event.token:
+                        self._remember(own, piece.event.token)
                     yield piece
                     receipts.add(piece.event.acknowledge)
                     whole = is_final(result)
@@ -102,9 +114,19 @@ class AsyncClient:
             receipts.close()
             stream.cancel()  # does nothing to a call that has ended
 
-    async def abort(self, pipeline: str, request_id: str) -> int:
-        """End every live request that has this id; returns how many there were."""
-        end = await self._control(pipeline, GenerateRequest(operation="abort", target=request_id))
+    def _remember(self, own: tuple[str, str], token: str) -> None:
+        if len(self._tokens) == KEPT_TOKENS:
+            del self._tokens[next(iter(self._tokens))]
+        self._tokens[own] = token
+
+    async def abort(self, pipeline: str, request_id: str, token: str = "") -> int:
+        """End the live request with this id; returns how many were ended. Raises OmniError.
+
+        `token` is that of the request's first event. For the latest requests of this client it is known from then on.
+        With the operator's key it ends every request that has the id, without a token.
+        """
+        token = token or self._tokens.get((pipeline, request_id), "")
+        end = await self._control(pipeline, GenerateRequest(operation="abort", target=request_id, token=token))
         return end.event.aborted or 0
 
     async def health(self, pipeline: str) -> dict[str, Any]:
@@ -112,7 +134,7 @@ class AsyncClient:
         return await self._status(pipeline, "health")
 
     async def requests(self, pipeline: str) -> dict[str, Any]:
-        """As `health`, with the list of running `requests`. Raises OmniError."""
+        """As `health`, with a list of running requests; needs the operator's key. Raises OmniError."""
         return await self._status(pipeline, "requests")
 
     async def _status(self, pipeline: str, operation: str) -> dict[str, Any]:

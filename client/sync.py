@@ -22,11 +22,11 @@ T = TypeVar("T")
 class Client:
     """Calls the pipelines of one server; any thread may use it, any number of requests at once."""
 
-    def __init__(self, address: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, address: str, headers: Mapping[str, str] | None = None, key: str = "") -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="triton-omni-client", daemon=True)
         self._thread.start()
-        self._client = self._wait(_connect(address, headers))
+        self._client = self._wait(_connect(address, headers, key))
 
     def generate(
         self,
@@ -45,9 +45,9 @@ class Client:
         finally:
             self._wait(pieces.aclose())
 
-    def abort(self, pipeline: str, request_id: str) -> int:
-        """End every live request that has this id; returns how many there were."""
-        return self._wait(self._client.abort(pipeline, request_id))
+    def abort(self, pipeline: str, request_id: str, token: str = "") -> int:
+        """See AsyncClient.abort."""
+        return self._wait(self._client.abort(pipeline, request_id, token))
 
     def health(self, pipeline: str) -> dict[str, Any]:
         """See AsyncClient.health."""
@@ -99,8 +99,8 @@ class Client:
             raise
 
 
-async def _connect(address: str, headers: Mapping[str, str] | None) -> AsyncClient:
-    return AsyncClient(address, headers)
+async def _connect(address: str, headers: Mapping[str, str] | None, key: str) -> AsyncClient:
+    return AsyncClient(address, headers, key)
 
 
 async def _next(pieces: Any) -> Piece | None:

@@ -24,6 +24,7 @@ import tritonclient.grpc as grpcclient
 
 from perf.harness import Server, bare_server, repository
 from tests.kit.load_generator import Plan, body, run_one, send
+from triton_omni.backends.config.paths import operator_key
 from triton_omni.backends.control import Hub, Peer
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.control.records import read_records
@@ -83,9 +84,9 @@ def close(client: grpcclient.InferenceServerClient, _request_id: str) -> None:
     client.stop_stream(cancel_requests=True)
 
 
-def aborter(control: grpcclient.InferenceServerClient) -> Leave:
-    """Leaves by an abort that `control` sends."""
-    return lambda _client, request_id: send(control, Plan({"operation": "abort", "target": request_id}))
+def aborter(control: grpcclient.InferenceServerClient, key: str) -> Leave:
+    """Leaves by an abort that `control` sends with the operator's key."""
+    return lambda _client, request_id: send(control, Plan({"operation": "abort", "target": request_id}, key=key))
 
 
 def free_s(server: Server, workers: Workers, phase: str, leave: Leave, beside: int) -> float:
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--beside", type=int, default=0, help="requests that stream meanwhile")
     args = parser.parse_args()
     with bare_server([repository("toy")]) as server, streaming(server.grpc) as (control, _):
-        workers = Workers(server)
+        workers, abort = Workers(server), aborter(control, operator_key(server.run_dir))
         endless = Plan(body(1_000_000, tokens={"delay_s": 0.02}), request_id="beside", timeout_s=3600)
         ended: list[str] = []
         others = [
@@ -122,13 +123,13 @@ def main() -> None:
         workers.wait(lambda runs: min(runs) == args.beside)
         print("| phase | left by | cancels | p50 ms | p99 ms | max ms | load |\n|---|---|---|---|---|---|---|")
         for phase in PHASES:
-            for name, leave in (("closing the stream", close), ("abort", aborter(control))):
+            for name, leave in (("closing the stream", close), ("abort", abort)):
                 taken = [free_s(server, workers, phase, leave, args.beside) * 1e3 for _ in range(args.cancels)]
                 p50, p99 = np.percentile(taken, [50, 99])
                 load = os.getloadavg()[0]
                 assert not ended, f"a request beside ended: {ended}"
                 print(f"| {phase} | {name} | {len(taken)} | {p50:.1f} | {p99:.1f} | {max(taken):.1f} | {load:.0f} |")
-        send(control, Plan({"operation": "abort", "target": "beside"}))
+        abort(control, "beside")
         for other in others:
             other.join(SOON_S)
 

@@ -60,12 +60,8 @@ def temporary_server(deploy: Path) -> Iterator[Subject]:
 
 def running(grpc: str) -> Subject:
     """A running server, with its run folder if it is supervised here."""
-    port = grpc.rpartition(":")[2]
-    for run_dir in run_folder.all_runs():
-        facts = run_folder.read_json(run_dir.path / run_folder.FACTS_FILE)
-        if facts is not None and str(facts["grpc_port"]) == port:
-            return Subject(grpc, run_dir.path)
-    return Subject(grpc, None)
+    facts = run_folder.facts_of(grpc.rpartition(":")[2])
+    return Subject(grpc, Path(facts["run_dir"]) if facts else None)
 
 
 @contextmanager

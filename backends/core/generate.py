@@ -206,6 +206,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     stream         false: exactly one response
     target         operation `abort`: every request with this id is ended; answered by an `end` with `aborted`.
                    Operation `acknowledge`: the token of the event that was read
+    token          operation `abort`: the `token` of the request's first event; the operator's key does as well
     acknowledge    this client acknowledges what it has read of the stream when an event asks for it ("Slow clients")
     version        WIRE_VERSION that the client was written for; 0 is not said
     """
@@ -225,6 +226,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     stream: bool = True
     target: str = ""
+    token: str = ""
     acknowledge: bool = False
     version: int = 0
 

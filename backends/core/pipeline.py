@@ -202,6 +202,15 @@ class Pipeline:
         fronts = {s.name for s in self.stages if s.media and s.media in media and s.name in leading}
         return (leading & after_entry) | frozenset(fronts)
 
+    def served(self, ready: Iterable[str]) -> tuple[str, ...]:
+        """Outputs that at least one operation can make with the stages `ready` alone."""
+        paths = [
+            (output.name, self._leading_to(output.stage) & self._following(operation.entry))
+            for output in self.outputs
+            for operation in self.operations
+        ]
+        return tuple(dict.fromkeys(name for name, path in paths if path and path <= frozenset(ready)))
+
     def _leading_to(self, stage: str) -> frozenset[str]:
         return self._closure(stage, {(e.target, e.source) for e in self.edges})
 

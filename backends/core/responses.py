@@ -83,6 +83,8 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
     pipeline    name
     version     WIRE_VERSION of the server
     ready       every stage has a ready instance, and runs can be opened
+    state       `ready`: all instances are; `degraded`: some are not, but `outputs` can be made; `unavailable`: none can
+    outputs     what can be made with the stages that are ready
     stages      by stage name
     live        requests admitted
     queued      requests waiting for admission
@@ -95,6 +97,8 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
     pipeline: str
     version: int
     ready: bool
+    state: Literal["ready", "degraded", "unavailable"]
+    outputs: tuple[str, ...]
     stages: dict[str, StageStatus]
     live: int
     queued: int
@@ -125,6 +129,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
                    `preemptions` (how often an engine short of memory restarted a run); after an abort, what
                    stages that were still running had delivered
     timings        on `end`: seconds since arrival: `queue_s`, `first_<output>_s`, `total_s`
+    token          on the first event of a streamed request: what an abort of it must bring
     acknowledge    a token, only in streams whose request has `acknowledge` set: sent back once the response was read
                    ("Slow clients")
     """
@@ -144,4 +149,5 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: str = ""
     usage: dict[str, float] = {}
     timings: dict[str, float] = {}
+    token: str = ""
     acknowledge: str = ""

@@ -46,6 +46,8 @@ log = logging.getLogger("triton_omni.orchestrator")
 TICK_S = 0.1  # resolution of deadlines
 CLIENT_GONE = "client_gone"  # why a request was cancelled
 ACCEPTED_S = 1.0  # a stream that has sent nothing for so long says that it was accepted
+PUBLISH_S = 5.0  # oldest gauges while requests are open
+OPEN_TRIES = 3  # of a run, where an instance refuses and another one is ready
 STOP_GRACE_S = 10.0  # a stopped run that has not answered by then is given up; its worker is hung or gone
 
 
@@ -71,6 +73,8 @@ class Orchestrator:
         self._opener = opener
         self._clock = clock
         self._next_tick = 0.0
+        self._next_publish = 0.0
+        self._stage_states = stage_states
         self._buried: dict[tuple[bytes, str], Any] = {}
         """Handles of runs whose worker died, until the stub says that it has closed their streams."""
         self._inbox: deque[tuple[Peer | None, Any]] = deque()
@@ -235,7 +239,8 @@ class Orchestrator:
             return
         stage = self.pipeline.output(output).stage
         receipt = live.mark_sent(nbytes, piece.playback_s)
-        event = Event(piece.kind, live.arrival.request_id, output, stage, index, piece, acknowledge=receipt)
+        request_id, token = live.arrival.request_id, live.take_token()
+        event = Event(piece.kind, request_id, output, stage, index, piece, acknowledge=receipt, token=token)
         sent = partial(self.hub.post, partial(peer.release, chunk))
         live.arrival.front.send(Response(event, chunk.tensors), sent)
 
@@ -264,8 +269,8 @@ class Orchestrator:
         live.heard_s = self._clock()
         if live.has_room(0) and live.collected is None:
             progress = Progress(message.done, message.total)
-            receipt = live.mark_sent()
-            event = Event("progress", live.arrival.request_id, stage=stage, progress=progress, acknowledge=receipt)
+            request_id, receipt, token = live.arrival.request_id, live.mark_sent(), live.take_token()
+            event = Event("progress", request_id, stage=stage, progress=progress, acknowledge=receipt, token=token)
             live.arrival.front.send(Response(event), None)
 
     # --- what the machine decides ----------------------------------------------------------------------------------
@@ -313,12 +318,26 @@ class Orchestrator:
         live.runs[stage] = StageRun()
         self.metrics.opened.add(1, stage)
         call = OpenCall(self.pipeline.model(stage), msg.encode(message), live.arrival.inputs, tuple(media))
+        self._call(run, stage, call, OPEN_TRIES)
+
+    def _call(self, run: bytes, stage: str, call: OpenCall, tries: int) -> None:
         post = self.hub.post
         self._opener.open(
             call,
             lambda handle: post(partial(self._on_opened, run, stage, handle)),
-            lambda error: post(partial(self._on_open_failed, run, stage, error)),
+            lambda error: post(partial(self._on_refused, run, stage, call, tries - 1, error)),
         )
+
+    def _on_refused(self, run: bytes, stage: str, call: OpenCall, tries: int, error: OmniError) -> None:
+        """An instance did not take a run. Another one may: Triton gives calls to dead instances as well."""
+        live = self.lives.get(run)
+        is_open = live is not None and live.machine.outcome is None and live.runs[stage].closing is None
+        if tries and is_open and isinstance(error, Unavailable):
+            instances = self._stage_states().get(stage, StageStatus())
+            if instances.ready and instances.instances > 1:
+                self._call(run, stage, call, tries)
+                return
+        self._on_open_failed(run, stage, error)
 
     def _on_opened(self, run: bytes, stage: str, handle: Any) -> None:
         live = self.lives.get(run)
@@ -400,6 +419,8 @@ class Orchestrator:
     def _check_deadlines(self, now: float) -> None:
         if self._opener.stuck:
             self._fail_unopened()
+        if now >= self._next_publish:
+            self._publish(now)
         for live in list(self.lives.values()):
             if live.machine.outcome is None:
                 self._keep_up(live, now)
@@ -420,7 +441,18 @@ class Orchestrator:
         self._resume(live)
         if not live.window.sent_bytes and now - live.arrived_s > ACCEPTED_S and live.machine.outcome is None:
             live.mark_sent(0)
-            live.arrival.front.send(Response(Event("accepted", live.arrival.request_id)), None)
+            event = Event("accepted", live.arrival.request_id, token=live.take_token())
+            live.arrival.front.send(Response(event), None)
+
+    def _publish(self, now: float) -> None:
+        """Bring the gauges up to date through an open request, whose end is sent after this.
+
+        Without an open request Triton may be unloading this model, and then a call about metrics does not return.
+        """
+        live = next((live for live in self.lives.values() if live.machine.outcome is None), None)
+        if live is not None:
+            self._next_publish = now + PUBLISH_S
+            live.arrival.front.publish()
 
     def _fail_unopened(self) -> None:
         """The opener does not come back: who waits for it must not wait on. Runs that are open go on."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ from triton_omni.backends.config.schema import OrchestratorDeploy
 from triton_omni.backends.control.records import State
 from triton_omni.backends.core import request as life
 from triton_omni.backends.core.errors import BadRequest, Internal, OmniError
-from triton_omni.backends.core.ids import new_run_id
+from triton_omni.backends.core.ids import OPERATOR_KEY, new_run_id
 from triton_omni.backends.core.pipeline import Pipeline
 from triton_omni.backends.orchestrator.admission import Admission
 from triton_omni.backends.orchestrator.check import check_request, check_request_id
@@ -60,6 +61,8 @@ class Door:
                 case "health":
                     arrival.front.end(Response(self.health(arrival.request_id)))
                 case "requests":
+                    if not arrival.is_operator:
+                        raise BadRequest(f"listing requests needs the operator's key in {OPERATOR_KEY}", OPERATOR_KEY)
                     arrival.front.end(Response(self.health(arrival.request_id, with_requests=True)))
                 case "abort":
                     arrival.front.end(Response(self._abort(arrival)))
@@ -94,12 +97,19 @@ class Door:
         arrival.front.bind(live.run)
 
     def _abort(self, arrival: Arrival) -> Event:
-        """End every request that carries the target id; answers how many there were. Idempotent."""
-        target = arrival.request.target
+        """End every request that has the target id and token; answers how many there were. Idempotent."""
+        target, token = arrival.request.target, arrival.request.token
         if not target:
             raise BadRequest("an abort needs the id of the request to end", "target")
+        if not (token or arrival.is_operator):
+            raise BadRequest("an abort needs the token of the request's first event, or the operator's key", "token")
         working = [live for live in self.lives.values() if live.machine.outcome is None]
-        found = [live for live in working if live.arrival.request_id == target]
+        found = [
+            live
+            for live in working
+            if live.arrival.request_id == target
+            and (arrival.is_operator or hmac.compare_digest(live.token.encode(), token.encode()))
+        ]
         for live in found:
             self._apply(live, life.RequestCancelled(ABORT))
         return Event("end", arrival.request_id, outcome="completed", finish_reason="stop", aborted=len(found))
@@ -115,11 +125,16 @@ class Door:
             )
             for stage in self._pipeline.stages
         }
+        ready = [name for name, stage in stages.items() if stage.state == "ready"]
+        outputs = self._pipeline.served(ready) if self._state() == "ready" else ()
+        whole = len(ready) == len(stages) and all(stage.ready == stage.instances for stage in stages.values())
         oldest = sorted(lives, key=lambda live: live.arrived_s)[: SHOWN_REQUESTS if with_requests else 0]
         status = PipelineStatus(
             pipeline=self._pipeline.name,
             version=WIRE_VERSION,
-            ready=self._state() == "ready" and all(stage.state == "ready" for stage in stages.values()),
+            ready=self._state() == "ready" and len(ready) == len(stages),
+            state="unavailable" if not outputs else "ready" if whole else "degraded",
+            outputs=outputs,
             stages=stages,
             live=len(self.admission.live),
             queued=self.admission.queued,

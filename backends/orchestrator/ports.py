@@ -31,6 +31,10 @@ class ResponseSink(Protocol):
         """Send one response. `sent` is called from another thread when its tensors are no longer needed."""
         ...
 
+    def publish(self) -> None:
+        """Bring the server's metrics up to date; only before the call's end is sent."""
+        ...
+
     def end(self, piece: Response) -> None:
         """Send the last response and close the call, in one."""
         ...

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from triton_omni.backends.config.schema import OrchestratorDeploy
@@ -24,7 +26,11 @@ from triton_omni.backends.wire import Event, RequestStatus
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request as the Triton room hands it over. `inputs` holds its media tensors, opaque to us."""
+    """A request as Triton's side hands it over.
+
+    inputs       its media tensors, opaque to the orchestrator
+    is_operator  it came with the operator's key
+    """
 
     front: ResponseSink
     request_id: str
@@ -33,6 +39,7 @@ class Arrival:
     inputs: Any
     traceparent: str = ""
     is_short_form: bool = False
+    is_operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,7 @@ class RequestState:
     run        names this attempt in all processes
     runs       by stage, of the stages that were opened
     sent       by output
+    token      what an abort must bring; `token_sent` once an event has carried it
     window     how far a stream may be ahead of its client; None for one joined answer
     deferred   outputs and ends of runs that wait for the client, with their bytes
     blocked_s  since when they wait without an acknowledgment
@@ -147,12 +155,19 @@ class RequestState:
     runs: dict[str, StageRun] = field(default_factory=dict[str, StageRun])
     sent: dict[str, Sent] = field(default_factory=dict[str, Sent])
     collected: Collected | None = None
+    token: str = field(default_factory=partial(secrets.token_hex, 8))
+    token_sent: bool = False
     window: OutputWindow | None = None
     deferred: deque[tuple[RequestEvent, int]] = field(default_factory=deque[tuple[RequestEvent, int]])
     blocked_s: float | None = None
     delivered: dict[str, float] = field(default_factory=dict[str, float])
     player: Player = field(default_factory=Player)
     end: EndRequest | None = None
+
+    def take_token(self) -> str:
+        """The token for the request's first event; empty for later ones."""
+        is_first, self.token_sent = not self.token_sent, True
+        return self.token if is_first else ""
 
     def count(self, piece: OutputPiece) -> None:
         """Add a piece that is sent to what was delivered."""

@@ -37,6 +37,7 @@ from triton_omni.backends.stub.worker_process import WorkerProcess
 log = logging.getLogger("triton_omni.stage")
 
 TURN_S = 0.25
+PUBLISH_S = 5.0  # oldest gauges while calls are open
 STOPPED_S = 10.0  # a stopped worker is killed after this
 _NOT_READY: dict[State, str] = {
     "starting": "the stage is starting",
@@ -51,6 +52,10 @@ class Caller(Protocol):
 
     def acknowledge(self) -> None:
         """Send the empty first response that an orchestrator waits for."""
+        ...
+
+    def publish(self) -> None:
+        """Bring the server's metrics up to date; only before the call's end is sent."""
         ...
 
     def watch(self, gone: Callable[[], None]) -> None:
@@ -115,6 +120,7 @@ class StageLoop:
         self._worker: Peer | None = None
         self._last_activity_s = 0.0
         self._stopped_since_s: float | None = None
+        self._next_publish = 0.0
 
     @property
     def state(self) -> State:
@@ -150,6 +156,10 @@ class StageLoop:
             if not self._try_hand_over(call):
                 self._waiting.append(call)  # no room for its inputs yet; calls behind it may proceed
         self._keep_worker()
+        now = self._clock()
+        if now >= self._next_publish and (call := next((c for c in self._calls.values() if not c.ended), None)):
+            self._next_publish = now + PUBLISH_S
+            call.caller.publish()
 
     # --- calls -----------------------------------------------------------------------------------------------------
     def _on_gone(self, call: StageCall) -> None:
@@ -165,7 +175,8 @@ class StageLoop:
         try:
             self._receive(call)
         except Exception as error:  # loop boundary: the caller must be answered
-            log.exception("request %s could not be received", call.message.request_id)
+            if not isinstance(error, OmniError):
+                log.exception("request %s could not be received", call.message.request_id)
             call.caller.end(msg.FailedMessage(call.message.run, ErrorInfo.of(error, self.stage)), 0, lambda: None)
 
     def _receive(self, call: StageCall) -> None:
@@ -173,6 +184,8 @@ class StageLoop:
         if run in self._calls:
             raise BadRequest("this run is already open", "open")
         if call.message.reply:
+            if refusal := self._refusal():  # before the acknowledgement: the orchestrator may try another instance
+                raise refusal
             try:
                 call.reply = self.hub.connect(call.message.reply)
             except PeerLost:
@@ -197,14 +210,21 @@ class StageLoop:
     def _hand_over(self, call: StageCall) -> bool:
         """Send a call to the worker; False if there is no room for its inputs yet."""
         worker = self._worker
-        if worker is None or self.state != "ready":
-            self._fail(call, Unavailable(_NOT_READY.get(self.state, "the stage is not ready"), self.stage))
+        refusal = self._refusal()
+        if worker is None or refusal is not None:
+            self._fail(call, refusal or self._death())
             return True
         if call.inputs is not None and not worker.put(call.inputs):
             return False
         call.inputs = None
         worker.send(call.message)
         return True
+
+    def _refusal(self) -> OmniError | None:
+        """Why a call cannot be taken now, if it cannot."""
+        if self._worker is not None and self.state == "ready":
+            return None
+        return Unavailable(_NOT_READY.get(self.state, "the stage is not ready"), self.stage)
 
     def _fail(self, call: StageCall, error: OmniError) -> None:
         """End a call whose run is not with a worker."""

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from triton_omni.backends.config.paths import LOOPBACK_HOSTS
 from triton_omni.backends.supervisor.errors import SetupError, report
 from triton_omni.backends.supervisor.interpreter import use_engine_python
+from triton_omni.backends.supervisor.serve import run_folder
 from triton_omni.backends.supervisor.serve.options import add_serve_options
 
 if TYPE_CHECKING:
@@ -33,6 +35,13 @@ def add_commands(commands: Commands) -> None:
     for command in (doctor, repository):
         about = "which block of deploy files counts (default: the build of the engine environment)"
         command.add_argument("--platform", choices=("cpu", "cuda"), help=about)
+
+
+def local_key(address: str) -> str:
+    """The operator's key of this user's supervised server with this gRPC address; empty for any other server."""
+    host, _, port = address.rpartition(":")
+    facts = run_folder.facts_of(port) if host in LOOPBACK_HOSTS else None
+    return str(facts["key"]) if facts else ""
 
 
 def _command(commands: Commands, name: str, about: str) -> argparse.ArgumentParser:

@@ -50,6 +50,7 @@ class TritonPythonModel:
         self._pipeline = load(given.pop("pipeline"))
         self._deploy = from_parameters(given, OrchestratorDeploy, f"model {name}")
         self._run_dir = paths.run_dir(os.getppid())
+        self._key = paths.operator_key(self._run_dir)
         instance = instance_id(args)
         self._hub = Hub(f"{self._pipeline.name}/", self._run_dir / f"{name}_{instance}.{os.getpid()}.sock")
         self.senders = Senders()
@@ -109,7 +110,8 @@ class TritonPythonModel:
         counts = {name: int(np.prod(t.spec.shape)) for name, t in media.items()}
         traceparent = tensors.traceparent(request) if self.orchestrator.traces is not None else ""
         is_short_form = tensors.text_input(request, wire.REQUEST) is None
-        return Arrival(front, front.request_id, decoded, counts, media, traceparent, is_short_form)
+        is_operator = decoded.operation in ("abort", "requests") and tensors.has_key(request, self._key)
+        return Arrival(front, front.request_id, decoded, counts, media, traceparent, is_short_form, is_operator)
 
     def _stage_states(self) -> dict[str, StageStatus]:
         """Stage → state of its instances, from their records."""
@@ -158,6 +160,9 @@ class _Front:
                     sent()
 
         self._lane(job)
+
+    def publish(self) -> None:
+        self._lane(self._model.metrics.publish)
 
     def end(self, piece: Response) -> None:
         self._last(lambda: event_response(piece.event, piece.tensors))

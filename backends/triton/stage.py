@@ -200,6 +200,9 @@ class _Caller:
     def acknowledge(self) -> None:
         self._lane(lambda: self._sender.send(pb.InferenceResponse([])))
 
+    def publish(self) -> None:
+        self._lane(self._model.metrics.publish)
+
     def watch(self, gone: Callable[[], None]) -> None:
         self._model.watch.watch(self._sender, gone)
 

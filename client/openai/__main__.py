@@ -20,7 +20,6 @@ from triton_omni.openai.http.budget import HELD_BYTES
 from triton_omni.openai.http.protocol import KEEP_ALIVE_S, MAX_HEAD_BYTES, Protocol, check_uvicorn
 from triton_omni.openai.http.settings import BodyLimits, Settings
 
-KEY_METADATA = "triton-grpc-protocol-triton-omni-key"  # opens restricted APIs, such as the list of models
 API_KEY_VARIABLE = "TRITON_OMNI_API_KEY"
 GRACE_S = 5
 
@@ -106,10 +105,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
 async def serve(options: argparse.Namespace, settings: Settings) -> None:
     """Serve until a signal arrives; SIGHUP reads the key file again."""
     # A gRPC channel belongs to the event loop in which it is created.
-    headers = pairs(options.header)
-    if options.key_file:
-        headers[KEY_METADATA] = options.key_file.read_text().strip()
-    app = make_app(AsyncClient(options.triton, headers), settings)
+    key = options.key_file.read_text().strip() if options.key_file else ""
+    app = make_app(AsyncClient(options.triton, pairs(options.header), key), settings)
     access: Access = app.state.access
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, access.reload)
     config = uvicorn.Config(

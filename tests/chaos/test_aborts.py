@@ -122,7 +122,9 @@ def test_f_a_client_that_leaves_frees_every_stage(toy: RunningServer, phase: str
 
 def test_e_aborts_are_idempotent_never_stick_and_unknown_ids_are_harmless(toy: RunningServer) -> None:
     def aborted(target: str) -> int:
-        _, answer = generate(toy, request=f'{{"operation": "abort", "target": "{target}"}}')
+        _, answer = generate(
+            toy, request=f'{{"operation": "abort", "target": "{target}"}}', operator_key=toy.operator_key
+        )
         return answer["event"]["aborted"]
 
     before = metrics(toy)

@@ -69,6 +69,7 @@ class FakeBackend:
     extra: TextPiece = field(default_factory=TextPiece)
     media: tuple[str, ...] = ("text", "audio", "image", "video")
     not_ready: dict[str, str] = field(default_factory=dict[str, str])
+    degraded: bool = False
     unreachable: bool = False
     rate_hz: int = RATE_HZ
     operations: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
@@ -110,7 +111,10 @@ class FakeBackend:
             raise wire.from_line("[unavailable] failed to connect")
         state = {"state": "ready" if reason is None else reason, "instances": 1, "live": 0}
         return {
-            "pipeline": pipeline, "ready": reason is None, "stages": {"words": state}, "live": 0, "queued": 0,
+            "pipeline": pipeline, "ready": reason is None,
+            "state": "unavailable" if reason else "degraded" if self.degraded else "ready",
+            "outputs": [] if reason else ["text"],
+            "stages": {"words": state}, "live": 0, "queued": 0,
             "operations": self.operations.get(pipeline, ["chat", "speech"]),
             "about": {"voices": list(VOICES), "sample_rate": self.rate_hz, "media": list(self.media)},
         }  # fmt: skip

@@ -16,6 +16,8 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from tests.kit.triton_server import OPERATOR_KEYS
+
 
 @dataclass
 class Life:
@@ -49,6 +51,7 @@ class Plan:
     cancel_after_s  leave after so many seconds, whatever came
     by_abort        leave by an abort of the id instead of closing the stream
     reading         called by the stream's reader before it takes a response; while it blocks, gRPC is not read
+    key             the operator's key, for an abort without the request's token
     before          called just before the request is made
     """
 
@@ -62,6 +65,7 @@ class Plan:
     reading: Callable[[], object] = lambda: None
     before: Callable[[], None] | None = None
     label: str = ""
+    key: str = ""
 
     def leaves(self, life: Life, since_start_s: float) -> bool:
         """True if it is time to leave."""
@@ -95,12 +99,16 @@ def send(client: grpcclient.InferenceServerClient, plan: Plan) -> None:
     tensor = grpcclient.InferInput("request", [1], "BYTES")
     sent = plan.body if isinstance(plan.body, bytes) else json.dumps(plan.body).encode()
     tensor.set_data_from_numpy(np.array([sent], object))
-    client.async_stream_infer(plan.model, [tensor], request_id=plan.request_id, enable_empty_final_response=True)
+    client.async_stream_infer(
+        plan.model, [tensor], request_id=plan.request_id, enable_empty_final_response=True,
+        parameters={"operator_key": plan.key} if plan.key else None,
+    )  # fmt: skip
 
 
 def abort(url: str, model: str, request_id: str) -> None:
-    """End every request of this id; unknown and ended ids are fine."""
-    answer = run_one(url, Plan({"operation": "abort", "target": request_id}, model, timeout_s=30))
+    """End every request of this id, with the key of a server of this process; unknown and ended ids are fine."""
+    plan = Plan({"operation": "abort", "target": request_id}, model, timeout_s=30, key=OPERATOR_KEYS[url])
+    answer = run_one(url, plan)
     assert len(answer.ends) == 1, f"the answer to an abort ended so: {answer.ends}"
 
 

@@ -37,6 +37,7 @@ class Client:
         self.ended: Response | None = None
         self.failed: OmniError | None = None
         self.reads = True
+        self.published = 0
         self._unread: list[Callable[[], None]] = []
 
     def bind(self, run: bytes) -> None:
@@ -49,6 +50,10 @@ class Client:
             self._unread.append(sent)
             if self.reads:
                 self.read()
+
+    def publish(self) -> None:
+        assert not self.over, "metrics beside no open request"
+        self.published += 1
 
     def end(self, piece: Response) -> None:
         assert not self.over, "two ends"
@@ -147,10 +152,14 @@ class Scene:
         self.orchestrator = Orchestrator(pipeline, deploy, self.hub, self.opener, lambda: self.states, self.clock)
         self.stages = {s.name: ScriptedStage(folder, pipeline, s.name) for s in pipeline.stages}
 
-    def ask(self, request: GenerateRequest | None = None, request_id: str = "req", **media: int) -> Client:
+    def ask(
+        self, request: GenerateRequest | None = None, request_id: str = "req", is_operator: bool = True, **media: int
+    ) -> Client:
         client = Client()
         tensors = {name: object() for name in media}
-        self.orchestrator.submit(Arrival(client, request_id, request or chat(), media, tensors))
+        self.orchestrator.submit(
+            Arrival(client, request_id, request or chat(), media, tensors, is_operator=is_operator)
+        )
         self.turn()
         return client
 

@@ -61,12 +61,17 @@ class Client:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
+        self.published = 0
         self.gone: Callable[[], None] | None = None
         self._closed: list[Callable[[], None]] = []
 
     def acknowledge(self) -> None:
         assert self.sent == [], "an acknowledgement is a first response"
         self.sent.append("ack")
+
+    def publish(self) -> None:
+        assert not self.over, "metrics beside no open call"
+        self.published += 1
 
     def watch(self, gone: Callable[[], None]) -> None:
         self.gone = gone

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.kit.budgets import within
+from triton_omni.backends.config.paths import operator_key
 from triton_omni.backends.control.records import InstanceRecord, read_records
 from triton_omni.backends.repository import write
 from triton_omni.backends.supervisor.errors import SetupError
@@ -22,6 +23,8 @@ from triton_omni.backends.supervisor.serve.temporary import temporary_server
 
 VERSIONS: set[str] = set()
 """Versions of the servers that this process started."""
+OPERATOR_KEYS: dict[str, str] = {}
+"""gRPC address → operator's key, of the servers that this process started."""
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
 KEPT_LOGS = 40
@@ -58,6 +61,11 @@ class RunningServer:
     def openai(self) -> str:
         """Base URL for an OpenAI SDK; only with proxy."""
         return f"http://{LOCAL}:{self.openai_port}/v1"
+
+    @property
+    def operator_key(self) -> str:
+        """For the list of requests and to abort any of them; a supervised server also has it as `key`."""
+        return operator_key(self.run_dir)
 
     @property
     def api(self) -> Api:
@@ -143,6 +151,7 @@ def _bare(
         processes.wait_until(lambda: launch.api().is_ready(2.0) or child.poll() is not None, timeout_s)
         assert child.poll() is None and launch.api().is_ready(2.0), f"server not ready:\n{_kept(log)}"
         VERSIONS.add(launch.api().version())
+        OPERATOR_KEYS[f"{LOCAL}:{ports.grpc}"] = operator_key(run_dir.path)
         yield RunningServer(
             ports.http, ports.grpc, ports.metrics, 0, "", run_dir.path, run_dir.shm_prefix, child.pid, 0, log
         )
@@ -160,6 +169,7 @@ def _supervised(
     try:
         with log.open("ab") as sink, temporary_server(options, sink.fileno(), timeout_s, variables) as facts:
             run_dir = Path(facts["run_dir"])
+            OPERATOR_KEYS[f"{LOCAL}:{facts['grpc_port']}"] = facts["key"]
             VERSIONS.add(Api(LOCAL, facts["http_port"]).version())
             yield RunningServer(
                 facts["http_port"], facts["grpc_port"], facts["metrics_port"], facts["openai_port"], facts["key"],

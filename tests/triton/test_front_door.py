@@ -139,12 +139,14 @@ def test_abort_by_id_ends_once_under_the_final_outputs_name(toy: RunningServer) 
     for client in clients:
         client.start()
     wait_for(lambda: health(toy)["stages"]["wave"]["live"] == 3, 10, "three requests running")
-    _, answer = generate(toy, request=json.dumps({"operation": "abort", "target": "abort-me"}))
+    request = json.dumps({"operation": "abort", "target": "abort-me"})
+    assert generate(toy, request=request)[0] == 400, "an abort without token needs the operator's key"
+    _, answer = generate(toy, request=request, operator_key=toy.operator_key)
     assert answer["event"]["aborted"] == 3
     for client in clients:
         client.join(10)
     assert [life.ends for life in lives] == [["abort"]] * 3
-    _, again = generate(toy, request=json.dumps({"operation": "abort", "target": "abort-me"}))
+    _, again = generate(toy, request=request, operator_key=toy.operator_key)
     assert again["event"]["aborted"] == 0
     wait_until_idle(toy)
 

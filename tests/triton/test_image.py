@@ -48,10 +48,10 @@ class Stream:
     def ask(self, request_id: str, prompt: str, **options: Any) -> None:
         self.send("image", request_id, {"operation": "image", "input": prompt, "stages": {"denoiser": options}})
 
-    def send(self, model: str, request_id: str, request: dict[str, Any]) -> None:
+    def send(self, model: str, request_id: str, request: dict[str, Any], **parameters: str) -> None:
         tensor = grpcclient.InferInput("request", [1], "BYTES")
         tensor.set_data_from_numpy(np.array([json.dumps(request).encode()], object))
-        self._client.async_stream_infer(model, [tensor], request_id=request_id)
+        self._client.async_stream_infer(model, [tensor], request_id=request_id, parameters=parameters or None)
 
     def next(self) -> tuple[dict[str, Any], Any]:
         """The next event, and the image if it carries one."""
@@ -178,7 +178,7 @@ def test_a_flood_of_one_pipeline_leaves_another_alone(server: RunningServer, str
     stream.ask("one", "a red 7 on a yellow background")
     assert stream.until_end()[-1][0]["outcome"] == "completed"
     assert (health(server)["live"], health(server)["queued"]) == (64, 256), "the flood still stands"
-    flood.send("toy", "", {"operation": "abort", "target": "flood"})
+    flood.send("toy", "", {"operation": "abort", "target": "flood"}, operator_key=server.operator_key)
     ends = [flood.next()[0] for _ in range(held + 1)]
     assert sum(end["outcome"] == "cancelled" for end in ends) == held
     flood.close()

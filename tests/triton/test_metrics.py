@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 import urllib.request
 from collections import Counter
 
 import pytest
 
 from tests.kit.fuzzed_requests import random_plan
-from tests.kit.load_generator import Life, Plan, body, run_many
+from tests.kit.load_generator import Life, Plan, abort, body, run_many
 from tests.kit.metrics_reconcile import disagreements, outcome_of
 from tests.kit.server_calls import HTTP_TIMEOUT_S, metrics, wait_until_idle
-from tests.kit.triton_server import RunningServer
+from tests.kit.triton_server import RunningServer, wait_for
 from triton_omni.backends.supervisor.home import REPO
 
 pytestmark = pytest.mark.triton
@@ -47,6 +48,23 @@ def test_a_mix_of_good_aborted_refused_and_failed_requests_adds_up(toy: RunningS
     print(dict(kinds))
     assert {"completed", "cancelled", "bad_request", "stage_failed", "deadline_exceeded", "None"} <= set(kinds)
     assert disagreements(before, metrics(toy), lives) == []
+
+
+def test_gauges_are_right_while_requests_hang(toy: RunningServer) -> None:
+    """They were published at the end of requests only, and read 0 while a stalled stage held all of them."""
+    held = [Plan(body(5, tokens={"hold_after": 1}), request_id="held") for _ in range(3)]
+    lives: list[Life] = []
+    clients = threading.Thread(target=lambda: lives.extend(run_many(toy.grpc, held, 3)))
+    clients.start()
+    gauges = (
+        'omni_requests_running{pipeline="toy"}',
+        'omni_stage_runs_live{pipeline="toy",stage="tokens",worker="0_0"}',
+    )
+    wait_for(lambda: all(metrics(toy).get(gauge) == 3 for gauge in gauges), 20, f"{gauges} are 3: {metrics(toy)}")
+    abort(toy.grpc, "toy", "held")
+    clients.join(30)
+    assert [life.ends for life in lives] == [["abort"]] * 3
+    wait_until_idle(toy, timeout_s=30)
 
 
 def test_a_number_that_is_wrong_is_found(toy: RunningServer) -> None:

@@ -101,7 +101,7 @@ def is_tight(request) -> bool:
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer):
-    with Client(server.grpc) as client:
+    with Client(server.grpc, key=server.operator_key) as client:
         yield client
 
 

@@ -149,6 +149,15 @@ def all_runs(base: Path | None = None) -> Iterator[RunDir]:
             yield RunDir(path, str(owner["shm_prefix"]), int(owner["owner_pid"]), int(owner["owner_start_time"]))
 
 
+def facts_of(grpc_port: str) -> dict[str, Any] | None:
+    """The facts of this user's server with this gRPC port, if it is supervised; see Supervisor."""
+    for run_dir in all_runs():
+        facts = read_json(run_dir.path / FACTS_FILE)
+        if facts is not None and str(facts["grpc_port"]) == grpc_port:
+            return facts
+    return None
+
+
 def sweep(report: Report, base: Path | None = None) -> list[Path]:
     """Remove what dead owners left: processes, regions, folders. Returns the folders removed."""
     swept: list[Path] = []

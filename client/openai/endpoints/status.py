@@ -54,7 +54,7 @@ async def show_model(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """GET /health: 200 if every pipeline has a ready instance of every stage, else 503; details for operators only."""
+    """GET /health: 200 if every pipeline can make an output, else 503; details for operators only."""
     context = context_of(request)
     with_details = context.key is not None and context.key.key.operator
     try:
@@ -65,12 +65,13 @@ async def health(request: Request) -> Response:
 
 
 def _health(states: dict[str, Facts], error: str, with_details: bool) -> Response:
-    is_ready = bool(states) and all(state["ready"] for state in states.values())
-    content: Facts = {"status": "ok" if is_ready else "unavailable"}
+    parts = {state["state"] for state in states.values()} or {"unavailable"}
+    serves = "unavailable" not in parts
+    content: Facts = {"status": "ok" if parts == {"ready"} else "degraded" if serves else "unavailable"}
     if with_details:
         content |= {"wire_version": wire.WIRE_VERSION, "pipelines": states} | ({"error": error} if error else {})
-    headers = {"cache-control": "no-store"} | ({} if is_ready else {"retry-after": f"{RETRY_AFTER_S:.0f}"})
-    return JSONResponse(content, 200 if is_ready else 503, headers=headers)
+    headers = {"cache-control": "no-store"} | ({} if serves else {"retry-after": f"{RETRY_AFTER_S:.0f}"})
+    return JSONResponse(content, 200 if serves else 503, headers=headers)
 
 
 async def show_metrics(request: Request) -> Response:

@@ -94,7 +94,7 @@ class Catalogue:
         try:
             return await self._backend.health(pipeline)
         except OmniError as error:
-            return {"pipeline": pipeline, "ready": False, "error": error.line()}
+            return {"pipeline": pipeline, "ready": False, "state": "unavailable", "error": error.line()}
 
 
 def unknown_model(model: str, known: list[str]) -> ApiError:

@@ -42,6 +42,9 @@ def test_health_tells_the_truth(proxy: RunningProxy, backend: FakeBackend) -> No
     answer = httpx.get(f"{proxy.root}/health")
     assert answer.status_code == 200 and answer.json()["status"] == "ok"
     assert answer.json()["pipelines"]["fake"]["stages"]["words"]["state"] == "ready"
+    backend.degraded = True
+    answer = httpx.get(f"{proxy.root}/health")
+    assert answer.status_code == 200 and answer.json()["status"] == "degraded", "text goes on where speech does not"
     backend.not_ready = {"painter": "restarting"}
     answer = httpx.get(f"{proxy.root}/health")
     assert answer.status_code == 503 and answer.json()["status"] == "unavailable" and answer.headers["retry-after"]

@@ -24,7 +24,7 @@ from triton_omni.backends.core.generate import (
 from triton_omni.backends.core.ids import RUN_ID_BYTES
 from triton_omni.backends.core.outputs import AudioPiece, ImagePiece, TextPiece
 from triton_omni.backends.core.pipeline import Operation, Output
-from triton_omni.backends.orchestrator.driver import STOP_GRACE_S
+from triton_omni.backends.orchestrator.driver import PUBLISH_S, STOP_GRACE_S
 from triton_omni.backends.orchestrator.output_window import RESPONSE_BYTES
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 from triton_omni.backends.wire import Progress, StageStatus, text_of
@@ -570,6 +570,26 @@ def abort(s, target):
     return s.ask(GenerateRequest("abort", target=target), "abort-id").ended.event
 
 
+def test_an_abort_needs_the_token_of_the_first_event_or_the_operators_key(play):
+    """Anybody who reached Triton's port could list the ids of all requests and end them."""
+    s = play()
+    client, run = speaking(s)
+    for index in range(2):
+        s.stages["tokens"].put(run, index, TextPiece("a"))
+    s.turn()
+    token, later = (event.token for event in client.events)
+    assert len(token) == 16 and later == ""
+    stranger = s.ask(GenerateRequest("abort", target="req"), "abort-id", is_operator=False)
+    assert (stranger.failed.code, stranger.failed.where) == ("bad_request", "token")
+    guess = s.ask(GenerateRequest("abort", target="req", token="0" * 16), "abort-id", is_operator=False)
+    assert guess.ended.event.aborted == 0 and not client.over
+    listing = s.ask(GenerateRequest("requests"), is_operator=False)
+    assert (listing.failed.code, listing.failed.where) == ("bad_request", "operator_key")
+    own = s.ask(GenerateRequest("abort", target="req", token=token), "abort-id", is_operator=False)
+    assert own.ended.event.aborted == 1 and client.ended.event.finish_reason == "abort"
+    end_all(s, run)
+
+
 def test_abort_by_id_ends_all_of_that_id_once(play):
     s = play()
     clients = [s.ask(chat("text"), "same") for _ in range(3)]
@@ -965,3 +985,64 @@ def test_an_open_that_was_failed_is_put_away_also_while_its_request_still_ends(p
     assert s.opener.buried == [handle]
     s.finish("wave", client.run, "stopped")
     assert s.orchestrator.lives == {}
+
+
+# --- several instances, gauges -----------------------------------------------------------------------------------
+def test_a_run_that_an_instance_refuses_is_offered_to_another(play):
+    """A dead instance of two kept getting half of the requests, and each of them failed."""
+    s = play()
+    s.states["tokens"] = StageStatus(state="ready", instances=2, ready=1)
+    client = s.ask(chat("text"))
+    _, _, failed = s.take_call()
+    failed(Unavailable("the stage is restarting", "tokens"))
+    s.turn()
+    assert not client.over
+    s.accept()
+    s.finish("tokens", client.run)
+    assert client.ended.event.outcome == "completed"
+    assert s.orchestrator.metrics.opened.values["tokens",] == 1
+
+
+@pytest.mark.parametrize(("instances", "ready", "refusals"), [(2, 2, 3), (2, 0, 1), (1, 1, 1)])
+def test_a_refused_run_fails_where_no_other_instance_takes_it(play, instances, ready, refusals):
+    s = play()
+    s.states["tokens"] = StageStatus(state="ready", instances=instances, ready=ready)
+    client = s.ask(chat("text"))
+    for _ in range(refusals):
+        assert not client.over
+        _, _, failed = s.take_call()
+        failed(Unavailable("the stage is restarting", "tokens"))
+        s.turn()
+    assert client.failed.line() == "[unavailable:tokens] the stage is restarting"
+    assert s.opener.calls == [] and s.orchestrator.lives == {}
+
+
+def test_health_says_what_can_be_made_where_an_instance_is_missing(play):
+    s = play()
+
+    def health(**states):
+        s.states.update(states)
+        return s.ask(GenerateRequest("health")).ended.event.status
+
+    ready, dead = StageStatus(state="ready", instances=1, ready=1), StageStatus(state="restarting", instances=1)
+    status = health(**dict.fromkeys(ORDER, ready))
+    assert (status.state, status.ready, set(status.outputs)) == ("ready", True, {"text", "audio"})
+    status = health(wave=StageStatus(state="ready", instances=2, ready=1))
+    assert (status.state, status.ready, set(status.outputs)) == ("degraded", True, {"text", "audio"})
+    status = health(wave=dead)
+    assert (status.state, status.ready, status.outputs) == ("degraded", False, ("text",))
+    status = health(tokens=dead, frames=dead)
+    assert (status.state, status.ready, status.outputs) == ("unavailable", False, ())
+
+
+def test_gauges_are_brought_up_to_date_while_a_request_is_open(play):
+    """They read 0 while 64 requests hung and 16 waited."""
+    s = play()
+    client = s.ask(chat("text"))
+    before = client.published
+    s.pass_time(PUBLISH_S + 0.1)
+    assert client.published == before + 1
+    s.accept()
+    s.finish("tokens", client.run)
+    s.pass_time(10 * PUBLISH_S)
+    assert client.published == before + 1, "without a request Triton may be unloading the model"

@@ -14,7 +14,7 @@ from triton_omni.backends.core.errors import ErrorInfo
 from triton_omni.backends.core.outputs import TextPiece
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
-from triton_omni.backends.stub.stage_loop import STOPPED_S
+from triton_omni.backends.stub.stage_loop import PUBLISH_S, STOPPED_S
 from triton_omni.backends.stub.worker_process import FIRST_PAUSE_S, GIVE_UP_AFTER, LONGEST_PAUSE_S, STEADY_S
 from triton_omni.backends.worker.loop import Worker
 
@@ -40,6 +40,11 @@ def make(tmp_path):
 
 def lines(ends):
     return [end.error.error().line() for end in ends if isinstance(end, msg.FailedMessage)]
+
+
+def refused(client):
+    """Errors of a call that was answered with nothing else."""
+    return lines([end for word, end in client.sent if word == "FINAL"]) if len(client.sent) == 1 else client.sent
 
 
 # --- opening -----------------------------------------------------------------------------------------------------
@@ -185,10 +190,8 @@ def test_calls_are_refused_at_once_while_there_is_no_worker(make):
     b.turn()
     client, run = b.call()
     b.turn()
-    assert client.sent == ["ack", FINAL]
-    client.close()
-    b.turn()
-    assert lines(b.sent_to_orchestrator(run)) == ["[unavailable:tokens] the stage is restarting"]
+    assert refused(client) == ["[unavailable:tokens] the stage is restarting"]
+    assert b.sent_to_orchestrator(run) == [], "its orchestrator may try another instance: this one never had the run"
 
 
 @pytest.mark.parametrize("told", ["death", "by the worker"])
@@ -349,11 +352,9 @@ def test_a_stopped_worker_is_not_ready_and_replaced_before_it_counts_as_hung(mak
     b.worker_process.stopped = True
     b.turn()
     assert b.loop.state == "stuck"
-    client, run = b.call()
+    client, _ = b.call()
     b.turn()
-    client.close()
-    b.turn()
-    assert lines(b.sent_to_orchestrator(run)) == ["[unavailable:tokens] the stage's worker is stopped"]
+    assert refused(client) == ["[unavailable:tokens] the stage's worker is stopped"]
     b.worker_process.stopped = False
     b.turn()
     assert b.loop.state == "ready" and b.worker_process.kills == 0
@@ -383,13 +384,25 @@ def test_deaths_in_a_row_wait_longer_each_time_and_then_it_gives_up(make):
     b.clock.now_s += 1e6
     b.turn()
     assert (b.worker_process.state, b.worker_process.theirs) == ("gave_up", None)
+    client, _ = b.call()
+    b.turn()
+    assert refused(client) == ["[unavailable:tokens] the stage's worker died too often and is not restarted"]
+
+
+def test_metrics_are_published_through_an_open_call(make):
+    """Gauges read 0 while a stalled stage held 64 runs: they were published at the end of calls only."""
+    b = make()
     client, run = b.call()
     b.turn()
-    client.close()
+    first = client.published
+    b.clock.now_s += PUBLISH_S + 0.1
     b.turn()
-    assert lines(b.sent_to_orchestrator(run)) == [
-        "[unavailable:tokens] the stage's worker died too often and is not restarted"
-    ]
+    assert client.published == first + 1
+    b.to_stub.send(msg.FinishedMessage(run, "stop"))
+    b.turn()
+    b.clock.now_s += 10 * PUBLISH_S
+    b.turn()
+    assert client.published == first + 1, "Triton may unload a model without open calls"
 
 
 def test_a_death_after_a_steady_life_resets_the_back_off(make):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from triton_omni.backends.supervisor.command import local_key
 from triton_omni.backends.supervisor.serve import processes, run_folder
 
 
@@ -50,6 +51,13 @@ def test_a_run_dir_is_private_and_owned() -> None:
     assert first.owner_pid == os.getpid() and first.owner_start_time == processes.start_time(os.getpid())
     assert first.path != second.path and first.shm_prefix != second.shm_prefix
     assert list(run_folder.all_runs()) == sorted([first, second], key=lambda r: r.path)
+
+
+def test_the_key_of_an_own_server_is_found_by_its_port_and_never_sent_elsewhere() -> None:
+    run_dir = run_folder.make()
+    run_folder.write_json(run_dir.path / run_folder.FACTS_FILE, {"grpc_port": 8001, "key": "secret"})
+    assert local_key("127.0.0.1:8001") == local_key("localhost:8001") == "secret"
+    assert local_key("127.0.0.1:8002") == local_key("example.org:8001") == ""
 
 
 def test_a_living_owner_keeps_everything() -> None:
