@@ -143,6 +143,8 @@ def _take(life: Life, result: Any, started: float) -> bool:
     raw, text, audio = (result.as_numpy(name) for name in ("event", "text_output", "audio"))
     if raw is not None:
         event = json.loads(raw[0])
+        if event["type"] == "accepted":  # only says that the client is still served
+            return False
         life.first_s = life.first_s or time.monotonic() - started
         life.words += 0 if text is None else len(text[0].split())
         life.samples += 0 if audio is None else audio.size

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from typing import Any
 
 from tests.kit.budgets import RECOVERED_S, SLOTS_FREE_S
@@ -38,13 +40,13 @@ def generate(server: RunningServer, model: str = "toy", **body: Any) -> tuple[in
 
 
 def generate_stream(server: RunningServer, model: str = "toy", **body: Any) -> list[dict[str, Any]]:
-    """`/generate_stream`: the JSON of every response, events decoded."""
+    """`/generate_stream`: the JSON of every response but `accepted`, events decoded."""
     _, text = post(f"{server.http}/v2/models/{model}/generate_stream", body)
     answers = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
     for answer in answers:
         if "event" in answer:
             answer["event"] = json.loads(answer["event"])
-    return answers
+    return [answer for answer in answers if answer.get("event", {}).get("type") != "accepted"]
 
 
 def health(server: RunningServer, pipeline: str = "toy") -> dict[str, Any]:
@@ -128,9 +130,18 @@ def _held(address: str) -> int:
 
 def memory_kb(server: RunningServer) -> dict[str, int]:
     """Resident memory per process, in KiB."""
-    return {role: _resident_kb(pid) for role, pid in processes_of(server).items()}
+    return {role: _smaps_kb(pid, "Rss") for role, pid in processes_of(server).items()}
 
 
-def _resident_kb(pid: int) -> int:
+def pss_mib(pids: Iterable[int]) -> float:
+    """Memory of processes together, shared pages counted once; one that has just ended counts nothing."""
+    total_kb = 0
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            total_kb += _smaps_kb(pid, "Pss")
+    return total_kb / 1024
+
+
+def _smaps_kb(pid: int, field: str) -> int:
     with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+        return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

@@ -54,10 +54,12 @@ class Stream:
         self._client.async_stream_infer(model, [tensor], request_id=request_id, parameters=parameters or None)
 
     def next(self) -> tuple[dict[str, Any], Any]:
-        """The next event, and the image if it carries one."""
-        result, error = self._answers.get(timeout=ANSWER_S)
-        assert error is None, error.message()
-        event = json.loads(result.as_numpy("event")[0])
+        """The next event but `accepted`, and the image if it carries one."""
+        event = {"type": "accepted"}
+        while event["type"] == "accepted":
+            result, error = self._answers.get(timeout=ANSWER_S)
+            assert error is None, error.message()
+            event = json.loads(result.as_numpy("event")[0])
         return event, result.as_numpy("image") if event["type"] == "image" else None
 
     def until_end(self) -> list[tuple[dict[str, Any], Any]]:
