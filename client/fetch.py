@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Media by URL. The proxy fetches for strangers: only public addresses, and only within limits.
 
-The address that was checked is the one that is connected to, at every redirect anew: neither a redirect nor a name
+The address that was checked is the one that is connected to, again at every redirect: neither a redirect nor a name
 that changes its address leads inside.
 """
 

@@ -236,8 +236,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
 
     def params(self) -> tuple[str, ...]:
         """The typed parameters that differ from their defaults: "image.width", "speech.voice", …"""
-        parts = {"image": self.image, "speech": self.speech, "transcription": self.transcription}
-        return tuple(f"{name}.{field}" for name, part in parts.items() for field in msgspec.to_builtins(part))
+        parts = {
+            "image": (self.image, ImageParams()),
+            "speech": (self.speech, SpeechParams()),
+            "transcription": (self.transcription, TranscriptionParams()),
+        }
+        return tuple(  # by value: msgspec omits a default number only if it is the very same object
+            f"{name}.{field}"
+            for name, (part, default) in parts.items()
+            for field in part.__struct_fields__
+            if getattr(part, field) != getattr(default, field)
+        )
 
 
 Options = TypeVar("Options", bound=msgspec.Struct)

@@ -26,11 +26,14 @@ def demo(report: Report) -> int:
     """Run the demo and write its answers into out/; returns the exit code."""
     OUT.mkdir(exist_ok=True)
     with temporary_server([], sys.stdout.fileno(), READY_TIMEOUT_S) as facts:
-        from openai import OpenAI
+        from openai import OpenAI, OpenAIError
 
         base_url = f"http://{facts['host']}:{facts['openai_port']}/v1"
         client = OpenAI(base_url=base_url, api_key="not-needed", timeout=ANSWER_TIMEOUT_S, max_retries=2)
-        files = [*speak(client, report), draw(client, report)]
+        try:
+            files = [*speak(client, report), draw(client, report)]
+        except OpenAIError as error:
+            raise SetupError(f"the server refused: {error}", hint=f"read {facts['server_log']}") from None
         report("\nstopping the server")
     report("\nfiles:")
     for path in files:
@@ -70,7 +73,7 @@ def speak(client: Any, report: Report) -> list[Path]:
             audio.append(base64.b64decode(data))
     if not text or not audio:
         raise SetupError(
-            f"the answer has {len(text)} pieces of text and {len(audio)} of audio", hint="read the server's log"
+            f"the answer has {len(text)} pieces of text and {len(audio)} of audio", hint="read the log named above"
         )
     paths = [OUT / "answer.txt", OUT / "answer.wav"]
     paths[0].write_text("".join(text) + "\n")

@@ -35,7 +35,7 @@ def problems(build: Build, driver_file: Path = DRIVER_FILE) -> list[str]:
 
 
 def driver_problem(driver_file: Path = DRIVER_FILE) -> str:
-    """Why the NVIDIA driver is too old; an empty text if it is not, or cannot be told."""
+    """Why the NVIDIA driver is too old; an empty text if it is not, or its version is unknown."""
     try:
         version = re.search(r"Kernel Module.*?\s(\d{3,})\.", driver_file.read_text())
     except OSError:

@@ -79,14 +79,12 @@ NOT_YET_RENAMED: frozenset[str] = frozenset(
 )
 NOT_YET_SWEPT: frozenset[str] = frozenset(
     {
-        "README.md",
         "backends/ar",
         "backends/codec",
         "backends/core",
         "backends/diffusion",
         "backends/orchestrator",
         "backends/pipelines",
-        "backends/supervisor",
         "backends/tools",
         "backends/triton",
         "backends/worker",

@@ -48,7 +48,7 @@ class Ports:
 
 
 def free_ports() -> Ports:
-    """Ports nobody listens on now."""
+    """Ports that are free now."""
     holders = [socket.socket() for _ in range(4)]
     try:
         for holder in holders:

@@ -31,7 +31,7 @@ PROXY_WAIT_S = 5.0  # between two starts of a proxy that ends at once
 PROXY_START_TIMEOUT_S = 60.0
 UNLOAD_TIMEOUT_S = 15.0  # an unload waits for the model's open requests; `load` is tried all the same
 STOP_MARGIN_S = 10.0
-IDLE_STOP_S = 3.0  # a server that is told to stop and has no request ends within a second
+IDLE_STOP_S = 3.0  # a server without requests ends within a second of SIGTERM
 SWEEP_S = 60.0
 
 
@@ -205,7 +205,7 @@ class Supervisor:
         self.plan.watch.restarted(time.monotonic())
 
     def _start_server(self) -> bool:
-        """Start the server and wait until it is ready; False if we were told to stop meanwhile."""
+        """Start the server and wait until it is ready; False if a signal asks to stop meanwhile."""
         launch = self.plan.launch
         for record in read_records(launch.run_dir.path):
             remove_record(launch.run_dir.path, record.model, record.instance)

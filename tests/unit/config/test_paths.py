@@ -34,7 +34,7 @@ def test_a_run_folder_is_private_and_the_servers_own(tmp_path):
     assert paths.run_dir(1) != path
 
 
-def test_a_stopped_process_is_told_from_a_running_and_a_dead_one():
+def test_a_stopped_process_differs_from_a_running_and_a_dead_one():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         assert not paths.is_stopped(child.pid)
         child.send_signal(signal.SIGSTOP)

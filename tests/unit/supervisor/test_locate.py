@@ -33,7 +33,7 @@ def test_libpython_is_the_first_one_of_the_version(tmp_path: Path) -> None:
     assert find_libpython("3.13", folders) is None
 
 
-def test_the_link_is_made_anew_and_alone(tmp_path: Path) -> None:
+def test_the_link_is_replaced_and_alone(tmp_path: Path) -> None:
     home = local_home(tmp_path)
     home.libpython.mkdir()
     stale = home.libpython / "libpython3.99.so.1.0"

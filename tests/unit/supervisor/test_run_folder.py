@@ -67,7 +67,7 @@ def test_a_living_owner_keeps_everything() -> None:
     assert run_dir.path.is_dir() and len(run_dir.regions()) == 1
 
 
-def test_a_dead_owner_is_swept_with_its_regions_and_nobody_elses() -> None:
+def test_a_dead_owner_is_swept_with_its_regions_and_no_other() -> None:
     living, dead = run_folder.make(), make_dead()
     for prefix in (living.shm_prefix, dead.shm_prefix, "other_"):
         (run_folder.SHM / f"{prefix}region").touch()

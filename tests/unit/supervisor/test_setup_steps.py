@@ -91,7 +91,7 @@ def test_a_second_setup_waits_for_the_first(tmp_path: Path) -> None:
     assert done.wait(10)
     thread.join(10)
     with lock.open() as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it any more
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is free again
 
 
 @pytest.mark.parametrize("version", [(3, 11, 2), (3, 12, 0)])

@@ -58,7 +58,7 @@ def watch() -> Watch:
 
 
 def test_all_well_means_nothing_to_do(watch: Watch) -> None:
-    assert watch.decide(seen(0, instance(), instance("door", "orchestrator"))) == []
+    assert watch.decide(seen(0, instance(), instance("pipeline", "orchestrator"))) == []
     assert watch.problems == ()
 
 
@@ -84,8 +84,8 @@ def test_one_dead_instance_of_two_reloads_the_model(watch: Watch) -> None:
 
 
 def test_dead_orchestrator_stub_restarts_the_server(watch: Watch) -> None:
-    actions = watch.decide(seen(0, instance("door", "orchestrator", alive=False), instance("m", alive=False)))
-    assert actions == [RestartServer("door#0: its stub has died")]
+    actions = watch.decide(seen(0, instance("pipeline", "orchestrator", alive=False), instance("m", alive=False)))
+    assert actions == [RestartServer("pipeline#0: its stub has died")]
 
 
 def test_dead_server_restarts(watch: Watch) -> None:
@@ -109,7 +109,7 @@ def test_silent_stage_is_reloaded_after_the_bound(watch: Watch) -> None:
 
 
 def test_silent_orchestrator_restarts_the_server(watch: Watch) -> None:
-    silent = instance("door", "orchestrator", answered=False)
+    silent = instance("pipeline", "orchestrator", answered=False)
     assert watch.decide(seen(0, silent)) == []
     assert kinds(watch.decide(seen(10, silent))) == [RestartServer]
 
@@ -149,14 +149,14 @@ def test_a_stub_that_goes_on_in_time_is_left_alone(watch: Watch) -> None:
 
 
 def test_an_orchestrator_that_opens_nothing_but_answers_is_reloaded(watch: Watch) -> None:
-    stuck = instance("door", "orchestrator", state="stuck")
+    stuck = instance("pipeline", "orchestrator", state="stuck")
     watch.decide(seen(0, stuck))
-    assert watch.decide(seen(10, stuck)) == [Reload("door", "door#0: stuck for 10 s")]
+    assert watch.decide(seen(10, stuck)) == [Reload("pipeline", "pipeline#0: stuck for 10 s")]
 
 
 def test_a_stopped_orchestrator_restarts_the_server(watch: Watch) -> None:
-    """Its clients would wait for ever: nobody ends their calls."""
-    stuck = instance("door", "orchestrator", state="stuck", answered=False)
+    """Its clients would never get an answer, as only the orchestrator ends their calls."""
+    stuck = instance("pipeline", "orchestrator", state="stuck", answered=False)
     watch.decide(seen(0, stuck))
     assert kinds(watch.decide(seen(10, stuck))) == [RestartServer]
 
