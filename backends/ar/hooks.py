@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from triton_omni.backends.ar.params import RUN_KEY
-
+RUN_KEY = "omni_run"
+"""Name of a run's key in SamplingParams.extra_args. vLLM adds a random suffix to request ids; extra_args stay."""
 TAP_LAYERS = "omni_tap_layers"
 """Name in additional_config: layers whose input rows are handed to `Taps` (0: the embeddings)."""
 MODEL = "omni_model"

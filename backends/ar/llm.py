@@ -10,9 +10,10 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 
+from triton_omni.backends.ar.hooks import RUN_KEY
 from triton_omni.backends.ar.load import load_llm
 from triton_omni.backends.ar.options import ArOptions
-from triton_omni.backends.ar.params import REFUSALS, RUN_KEY, refusal_of
+from triton_omni.backends.ar.params import REFUSALS, refusal_of
 from triton_omni.backends.ar.upstream import scheduler_record
 from triton_omni.backends.core.engine import EngineEvent, EngineFailed, EngineFinished, Run
 from triton_omni.backends.core.errors import BadRequest, StageFailed

@@ -12,13 +12,12 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from triton_omni.backends.ar.hooks import RUN_KEY
 from triton_omni.backends.ar.options import ArOptions, SamplingDefaults
 from triton_omni.backends.ar.sampling import refusal, sampling_arguments
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import Sampling
 
-RUN_KEY = "omni_run"
-"""Name of a run's key in SamplingParams.extra_args. vLLM adds a random suffix to request ids; extra_args stay."""
 REFUSALS = (VLLMClientError, ValueError)
 """Exceptions by which vLLM refuses a request."""
 

@@ -15,6 +15,7 @@ from typing import Any
 from triton_omni.backends.core.errors import BadRequest
 
 MAX_CHARS = 65_536
+MAX_DEPTH = 64  # objects and arrays inside each other: vLLM's own bound
 MAX_PROPERTIES = 500  # of one object; time grows with their third power
 MAX_COUNTED = 40  # of all objects that bound how many may be there: 100 take 6 s, 200 over a minute
 MAX_COUNT = 100_000
@@ -30,22 +31,36 @@ def check_schema(schema: Mapping[str, Any], where: str) -> None:
     except RecursionError:
         raise BadRequest("the schema is nested too deeply", where) from None
     if size > MAX_CHARS:
-        raise BadRequest(f"a schema may have {MAX_CHARS} characters, not {size}", where)
+        raise BadRequest(f"a schema must be at most {MAX_CHARS} characters (got {size})", where)
+    if _depth(schema) > MAX_DEPTH:
+        raise BadRequest(f"a schema must be nested at most {MAX_DEPTH} levels deep", where)
     counted = 0
     for node in _objects(schema):
         properties, named = node.get("properties"), node.get("patternProperties")
         patterns = [node.get("pattern"), *(named if isinstance(named, Mapping) else ())]
         if isinstance(properties, Mapping) and len(properties) > MAX_PROPERTIES:
-            raise BadRequest(f"an object may have {MAX_PROPERTIES} properties, not {len(properties)}", where)
+            raise BadRequest(f"an object must have at most {MAX_PROPERTIES} properties (got {len(properties)})", where)
         if isinstance(properties, Mapping) and ("minProperties" in node or "maxProperties" in node):
             counted += len(properties)
         for key in COUNTS:
             if isinstance(node.get(key), int | float) and node[key] > MAX_COUNT:
-                raise BadRequest(f"{key} may be {MAX_COUNT}, not {node[key]}", where)
+                raise BadRequest(f"{key} must be at most {MAX_COUNT} (got {node[key]})", where)
         if any(isinstance(pattern, str) and _repeats(pattern) > MAX_REPEATS for pattern in patterns):
-            raise BadRequest(f"a pattern may repeat its parts {MAX_REPEATS} times", where)
+            raise BadRequest(f"a pattern must repeat its parts at most {MAX_REPEATS} times", where)
     if counted > MAX_COUNTED:
-        raise BadRequest(f"objects with minProperties or maxProperties may have {MAX_COUNTED} properties", where)
+        raise BadRequest(
+            f"objects with minProperties or maxProperties must have at most {MAX_COUNTED} properties", where
+        )
+
+
+def _depth(value: Any) -> int:
+    """Levels of objects and arrays inside each other."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        parents = [node.values() if isinstance(node, Mapping) else node for node in level]
+        level = [child for children in parents for child in children if isinstance(child, Mapping | list)]
+    return depth
 
 
 def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
@@ -61,11 +76,11 @@ def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _repeats(pattern: str) -> float:
-    """At most so many copies of its parts a pattern stands for, roughly."""
+    """Copies of its parts that a pattern stands for at most, roughly."""
     singles, groups = 1.0, 1.0
-    for found in _REPEAT.finditer(pattern):
-        count = max(float(number) for number in found.groups() if number)  # int refuses 5000 digits
-        if pattern.endswith(")", 0, found.start()):
+    for repeat in _REPEAT.finditer(pattern):
+        count = max(float(number) for number in repeat.groups() if number)  # int refuses 5000 digits
+        if pattern.endswith(")", 0, repeat.start()):
             groups *= max(1, count)
         else:
             singles += count

@@ -32,6 +32,7 @@ from tests.kit.tiny_checkpoints import tiny_llama
 from triton_omni.backends.core.engine import EngineChunk, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest, OmniError
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.core.outputs import TranscriptPiece
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(150)
@@ -215,11 +216,35 @@ def test_a_seed_gives_the_same_answer_in_any_batch(engine):
 def test_logprobs_come_one_per_token(engine, reference):
     events = answer(engine, chat(PROMPTS[4], max_tokens=12, logprobs=3))
     entries = [e for event in events if isinstance(event, EngineOutput) for e in event.piece.logprobs]
-    assert [e["token_id"] for e in entries] == tokens(events) == reference[4][1][:12]
+    assert [e.token_id for e in entries] == tokens(events) == reference[4][1][:12]
     for entry in entries:
-        best = entry["top"][0]
-        assert best["token_id"] == entry["token_id"]  # greedy
-        assert best["logprob"] == max(t["logprob"] for t in entry["top"]) <= 0
+        best = entry.top[0]
+        assert best.token_id == entry.token_id  # greedy
+        assert best.logprob == max(t.logprob for t in entry.top) <= 0
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]},
+        {
+            "type": "object",
+            "properties": {"a": {"enum": ["x", 1, None]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+        {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3},
+        {"enum": [{"a": [1, {"b": 2}]}]},
+    ],
+)
+def test_json_ends_although_the_model_prefers_white_space(engine, schema):
+    """White space is the most probable token in every step: it may stand nowhere between the tokens of JSON."""
+    tokenizer = engine.llm.engine.renderer.get_tokenizer()
+    blank = {str(i): 100.0 for i in range(len(tokenizer)) if (word := tokenizer.decode([i])) and not word.strip()}
+    assert len(blank) > 2
+    events = answer(engine, chat("json", max_tokens=120, json_schema=schema, logit_bias=blank))
+    assert end(events).reason == "stop"
+    json.loads(text(events))
 
 
 def test_repetition_penalty_is_used(engine):
@@ -382,10 +407,10 @@ def test_transcripts_take_the_place_of_audio_parts_in_order(engine):
     )
     engine.open(transcribed)
     assert not engine.has_work
-    assert engine.feed(transcribed, {"index": 1, "text": " the lazy dog "}, False)
-    assert engine.feed(transcribed, {"index": 0, "text": "the quick fox"}, False)
+    assert engine.feed(transcribed, TranscriptPiece(" the lazy dog ", part=1), False)
+    assert engine.feed(transcribed, TranscriptPiece("the quick fox"), False)
     assert not engine.has_work
-    assert engine.feed(transcribed, {}, True)
+    assert engine.feed(transcribed, None, True)
     events = drain(engine)[transcribed]
     read = (Message("system", "Be brief."), Message("user", "the quick fox\nand then\nthe lazy dog"))
     assert tokens(events) == tokens(answer(engine, chat("", messages=read, max_tokens=9)))
@@ -394,9 +419,9 @@ def test_transcripts_take_the_place_of_audio_parts_in_order(engine):
 def test_a_missing_transcript_is_an_error_not_a_silence(engine):
     run = chat("", messages=(Message("user", (Part("audio"), Part("audio"))),), upstream=("ears",))
     engine.open(run)
-    engine.feed(run, {"index": 0, "text": "one"}, False)
+    engine.feed(run, TranscriptPiece("one"), False)
     with pytest.raises(OmniError, match="transcript"):
-        engine.feed(run, {}, True)
+        engine.feed(run, None, True)
     engine.stop(run)
     assert not engine.has_work
 
@@ -405,7 +430,7 @@ def test_a_long_transcript_is_refused_like_a_long_message(engine):
     run = chat("", messages=(Message("user", (Part("audio"),)),), upstream=("ears",))
     engine.open(run)
     with pytest.raises(BadRequest) as caught:
-        engine.feed(run, {"index": 0, "text": "fox " * 3000}, True)
+        engine.feed(run, TranscriptPiece("fox " * 3000), True)
     assert caught.value.where == "messages"
     assert not engine.has_work
 

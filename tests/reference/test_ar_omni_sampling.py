@@ -104,11 +104,11 @@ def test_logprobs_are_transformers(chain, reference):
     ids = torch.tensor([spoken(reference, 3).prompt_ids + job.tokens()])
     with torch.no_grad():
         rows = reference.model.thinker(input_ids=ids).logits[0].log_softmax(-1)[-len(entries) - 1 : -1]
-    assert [entry["token_id"] for entry in entries] == job.tokens()
+    assert [entry.token_id for entry in entries] == job.tokens()
     for entry, row in zip(entries, rows, strict=True):
         best = row.topk(3)
-        assert [t["token_id"] for t in entry["top"][:3]] == best.indices.tolist()
-        assert np.allclose([t["logprob"] for t in entry["top"][:3]], best.values, atol=1e-4)
+        assert [t.token_id for t in entry.top[:3]] == best.indices.tolist()
+        assert np.allclose([t.logprob for t in entry.top[:3]], best.values, atol=1e-4)
 
 
 def sampled(place, seed):
@@ -208,6 +208,11 @@ def _how_transformers_draws(reference):
     return asked
 
 
+def blank_tokens(chain):
+    tokenizer = chain.engines["thinker"].llm.engine.renderer.get_tokenizer()
+    return [i for i in range(len(tokenizer)) if (word := tokenizer.decode([i])) and not word.strip()]
+
+
 def test_json_of_a_schema(chain):
     given = Sampling(temperature=0.0, max_tokens=60, json_schema={"enum": CITIES})
     job = answer(chain, request(0, sampling=given))
@@ -220,11 +225,17 @@ def test_forced_calls_are_calls_and_are_not_spoken(chain, choice, names):
     given = request(0, tools=(WEATHER, CLOCK), tool_choice=choice, sampling=Sampling(temperature=0.0, max_tokens=100))
     job = answer(chain, given)
     calls = [c for e in job.events["thinker"] if isinstance(e, EngineOutput) for c in e.piece.tool_calls]
-    assert calls and {call["name"] for call in calls} <= names
+    assert calls and {call.name for call in calls} <= names
     for call in calls:
-        arguments = json.loads(call["arguments"])
-        assert arguments in (CITIES if call["name"] == "weather" else [{"zone": 1}])
+        arguments = json.loads(call.arguments)
+        assert arguments in (CITIES if call.name == "weather" else [{"zone": 1}])
+    blank = {str(i): 100.0 for i in blank_tokens(chain)}
+    biased = request(
+        0, tools=(WEATHER,), tool_choice=choice, sampling=Sampling(temperature=0.0, max_tokens=200, logit_bias=blank)
+    )
     if choice == "weather":
+        job_of_blanks = answer(chain, biased)
+        assert job_of_blanks.end("thinker").reason == "tool_calls"
         assert len(calls) == 1 and not job.text()
         assert job.end("thinker").reason == "tool_calls"
         assert not job.sent("talker", "codes").size
