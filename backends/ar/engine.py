@@ -22,7 +22,7 @@ from triton_omni.backends.ar.grammars import cancel_compiling, is_compiling, whe
 from triton_omni.backends.ar.llm import Llm
 from triton_omni.backends.ar.options import read_options
 from triton_omni.backends.ar.params import ParamDefaults, is_refused, vllm_params
-from triton_omni.backends.ar.sampling import check_max_tokens, stage_sampling
+from triton_omni.backends.ar.sampling import stage_sampling
 from triton_omni.backends.ar.schemas import check_schema
 from triton_omni.backends.ar.taps import TappedRows
 from triton_omni.backends.ar.tools import ANY, CallScanner, check_tools, forced_calls
@@ -165,7 +165,6 @@ class ArEngine:
     # --- Engine ---------------------------------------------------------------------------------------------------
     def open(self, run: Run) -> None:
         sampling = stage_sampling(run.options(self.stage), run.request.sampling, self.stage)
-        check_max_tokens(sampling, self.max_model_len)
         if sampling.json_schema is not None:
             check_schema(sampling.json_schema, "sampling.json_schema")
         check_tools(run.request)

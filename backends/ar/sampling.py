@@ -38,15 +38,6 @@ def stage_sampling(options: Mapping[str, Any], sampling: Sampling, stage: str) -
     return stage_options(msgspec.to_builtins(sampling) | dict(options), Sampling, stage)
 
 
-def check_max_tokens(sampling: Sampling, most: int) -> None:
-    """Raise BadRequest for more tokens than the context has; a number that does not fit after the prompt is clamped."""
-    if sampling.max_tokens is not None and sampling.max_tokens > most:
-        raise BadRequest(
-            f"max_tokens must be at most {most}, the context of this deployment (got {sampling.max_tokens})",
-            "sampling.max_tokens",
-        )
-
-
 def sampling_arguments(
     sampling: Sampling, deploy: SamplingDefaults, model: Mapping[str, Any], *, vocab: int, room: int
 ) -> dict[str, Any]:

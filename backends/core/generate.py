@@ -68,7 +68,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How tokens are chosen; None means the stage's deploy default.
 
-    max_tokens          at most the model's context; what does not fit after the prompt is cut
+    max_tokens          what does not fit into the model's context after the prompt is cut
     temperature         0 is greedy
     top_p               smallest set of tokens with this probability
     top_k               -1 or 0: off

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from triton_omni.backends.telemetry.traces import traces
 from triton_omni.fetch import is_any, is_public
 from triton_omni.openai.backend import Backend
-from triton_omni.openai.endpoints import chat, edits, images, speech, status, transcriptions
+from triton_omni.openai.endpoints import chat, edits, images, openapi, speech, status, transcriptions
 from triton_omni.openai.http.access import Access
 from triton_omni.openai.http.budget import Budget
 from triton_omni.openai.http.catalogue import Catalogue
@@ -42,6 +42,7 @@ ROUTES = (
     Route("/v1/models", status.list_models),
     Route("/v1/models/", status.list_models),
     Route("/v1/models/{model:path}", status.show_model),
+    Route("/openapi.json", openapi.show),
     Route("/health", status.health),
     Route("/metrics", status.show_metrics),
 )
