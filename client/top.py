@@ -8,7 +8,6 @@ import json
 import re
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -51,25 +50,11 @@ def _show_pipeline(client: Client, name: str, show: Show) -> int:
     except OmniError as error:
         show(f"  {name}: {error.line()}\n")
         return 1
-    show(f"  {name}: {'ready' if health['ready'] else 'NOT READY'}, {health['live']} live, {health['queued']} queued\n")
+    show(f"  {name}: {health['state']}, {health['live']} live, {health['queued']} queued\n")
     for stage, state in health["stages"].items():
         show(f"    {stage:14} {state['state']:12} instances {state['instances']}, restarts {state.get('restarts', 0)}")
-        for role in ("stub", "worker"):
-            sizes = [_rss_mb(pid) for pid in state.get(f"{role}_pids", []) if pid]
-            if sizes and None not in sizes:
-                show(f", {role} {'+'.join(f'{size:.0f}' for size in sizes)} MB")
         show(f", ready after {state.get('ready_s', 0):.1f} s\n")
     return 0 if health["ready"] else 1
-
-
-def _rss_mb(pid: int) -> float | None:
-    """Resident memory of a process on this machine in MB; None if it is not visible."""
-    try:
-        fields = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return None
-    match = re.search(r"^VmRSS:\s+(\d+) kB", fields, re.MULTILINE)
-    return int(match[1]) / 1024 if match else None
 
 
 def top(client: Client, options: argparse.Namespace, show: Show) -> int:
@@ -127,8 +112,7 @@ def _facts(client: Client, names: list[str], now: dict[str, float]) -> dict[str,
 
 
 def _headline(name: str, state: dict[str, Any]) -> str:
-    ready = "ready" if state["ready"] else "NOT READY"
-    return f"{name:16} {ready:10} live {state['live']:4}  queued {state['queued']:4}"
+    return f"{name:16} {state['state']:11} live {state['live']:4}  queued {state['queued']:4}"
 
 
 def _stage_line(stage: str, facts: dict[str, Any]) -> str:

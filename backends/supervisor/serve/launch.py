@@ -202,6 +202,10 @@ class Api:
         """True if every model is loaded."""
         return self._answers("/v2/health/ready", timeout_s)
 
+    def is_model_ready(self, model: str, timeout_s: float = 5.0) -> bool:
+        """True if a model is loaded and, from 26.07 on, its stubs live."""
+        return self._answers(f"/v2/models/{model}/ready", timeout_s)
+
     def _answers(self, path: str, timeout_s: float) -> bool:
         try:
             return self.call("GET", path, timeout_s=timeout_s)[0] == http.HTTPStatus.OK

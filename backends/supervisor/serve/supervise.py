@@ -71,7 +71,7 @@ class Supervisor:
         self._reloads: dict[str, Future[str]] = {}
         self._pool = ThreadPoolExecutor(2, "reload")
         self._probes = ThreadPoolExecutor(8, "probe")
-        self._told: tuple[str, ...] = ()
+        self._reported: tuple[str, ...] = ()
         self._not_loaded: tuple[str, ...] = ()
 
     # --- life ----------------------------------------------------------------------------------------------------
@@ -148,11 +148,11 @@ class Supervisor:
     def _tell(self, actions: Sequence[Action]) -> None:
         problems = (*self.plan.watch.problems, *self._not_loaded)
         for problem in problems:
-            if problem not in self._told:
+            if problem not in self._reported:
                 self._report(f"problem: {problem}")
-        if self._told and not problems:
+        if self._reported and not problems:
             self._report("all well again")
-        self._told = problems
+        self._reported = problems
         for action in actions:
             self._report(f"{type(action).__name__}: {action.why}")
         self._health("degraded" if problems or self._reloads else "ready", problems)
@@ -189,6 +189,7 @@ class Supervisor:
             if (record.model, record.role, record.state) == (model, "stage", "stuck"):
                 processes.send(record.pid, record.start_time, signal.SIGKILL)  # it would never answer an unload
         api = self.plan.launch.api()
+        api.is_model_ready(model)  # in newer servers this reaps a stub that died with requests in flight
         unloaded = api.control("unload", model, UNLOAD_TIMEOUT_S)
         error = api.control("load", model, self.plan.start_timeout_s)
         return f"{error} ({unloaded})" if error and unloaded else error
