@@ -112,6 +112,7 @@ class ArRunState:
     prompt_audio_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    output_sent: bool = False
     held_ids: list[int] = field(default_factory=list[int])
     held_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
 
@@ -276,7 +277,9 @@ class ArEngine:
         return events
 
     def _output(self, state: ArRunState, text: str, calls: list[FunctionCall]) -> EngineOutput:
-        piece = TextPiece(text, tuple(state.held_ids), tuple(state.held_logprobs), tuple(calls))
+        first = 0 if state.output_sent else state.prompt_tokens
+        piece = TextPiece(text, tuple(state.held_ids), tuple(state.held_logprobs), tuple(calls), first)
+        state.output_sent = True
         state.held_ids, state.held_logprobs = [], []
         return EngineOutput(state.run, piece)
 

@@ -98,6 +98,7 @@ class TextPiece(PieceBase, frozen=True, omit_defaults=True, tag="text"):
     token_ids   tokens it was decoded from
     logprobs    one per token, if the request asked for them
     tool_calls  function calls that are complete now
+    prompt_tokens  tokens of the prompt; with the first piece, so that an answer cut short has counted them
     """
 
     kind: ClassVar[PieceKind] = "text"
@@ -106,9 +107,11 @@ class TextPiece(PieceBase, frozen=True, omit_defaults=True, tag="text"):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     tool_calls: tuple[FunctionCall, ...] = ()
+    prompt_tokens: int = 0
 
     def usage(self) -> Mapping[str, float]:
-        return {"completion_tokens": len(self.token_ids)} if self.token_ids else {}
+        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.token_ids)}
+        return {name: count for name, count in counts.items() if count}
 
     @classmethod
     def join(cls, pieces: Sequence[Self]) -> Self:
@@ -117,6 +120,7 @@ class TextPiece(PieceBase, frozen=True, omit_defaults=True, tag="text"):
             tuple(token for piece in pieces for token in piece.token_ids),
             tuple(entry for piece in pieces for entry in piece.logprobs),
             tuple(call for piece in pieces for call in piece.tool_calls),
+            sum(piece.prompt_tokens for piece in pieces),
         )
 
 

@@ -32,7 +32,7 @@ from tests.kit.tiny_checkpoints import tiny_llama
 from triton_omni.backends.core.engine import EngineChunk, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest, OmniError
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part
-from triton_omni.backends.core.outputs import TranscriptPiece
+from triton_omni.backends.core.outputs import TextPiece, TranscriptPiece
 
 become_ar_worker()
 pytestmark = pytest.mark.timeout(150)
@@ -83,6 +83,8 @@ def test_alone_equals_transformers(engine, reference):
         events = answer(engine, chat(prompt, max_tokens=length))
         assert tokens(events) == expected
         usage = end(events).usage
+        joined = TextPiece.join([event.piece for event in events if isinstance(event, EngineOutput)])
+        assert joined.usage() == {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids), len(expected))
 
 

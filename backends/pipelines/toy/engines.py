@@ -192,12 +192,13 @@ def tokens(run: Run, state: ToyRun) -> list[EngineEvent] | None:
     """Stage `tokens`: one word per step, `max_tokens` of them."""
     total = run.request.sampling.max_tokens or DEFAULT_TOKENS
     events: list[EngineEvent] = []
+    prompt = sum(len(p.text.split()) for m in run.request.messages for p in m.parts)
     if state.made % state.options.output_every == 0:
-        events.append(EngineOutput(run, TextPiece(f"w{state.made} ")))
+        first = 0 if state.made else prompt
+        events.append(EngineOutput(run, TextPiece(f"w{state.made} ", (state.made,), prompt_tokens=first)))
     if run.feeds:
         events.append(EngineChunk(run, _filler(state), TextPiece(token_ids=(state.made,))))
     if state.made + 1 == total:
-        prompt = sum(len(p.text.split()) for m in run.request.messages for p in m.parts)
         events.append(EngineFinished(run, "length", {"prompt_tokens": prompt, "completion_tokens": total}))
     return events
 

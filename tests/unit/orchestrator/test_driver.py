@@ -625,6 +625,18 @@ def test_an_abort_reports_what_was_delivered(play):
     end_all(s, run)
 
 
+def test_an_abort_before_a_stage_has_ended_reports_the_prompt_as_well(play):
+    """The engine counts a prompt at its end; an answer that is cut short has none."""
+    s = play()
+    client, run = speaking(s)
+    s.stages["tokens"].put(run, 0, TextPiece("ab", (5, 6), prompt_tokens=7))
+    s.stages["tokens"].put(run, 1, TextPiece("c", (7,)))
+    s.turn()
+    abort(s, "req")
+    assert client.ended.event.usage == {"prompt_tokens": 7, "completion_tokens": 3}
+    end_all(s, run)
+
+
 def test_what_comes_after_an_abort_is_given_back_and_not_sent(play):
     s = play()
     client, run = speaking(s)
