@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -25,13 +25,18 @@ from triton_omni.backends.core.outputs import (
     TranscriptPiece,
     WordTime,
 )
+from triton_omni.backends.core.pipeline import Stage
+from triton_omni.backends.pipelines.toy import pipeline as toy
 from triton_omni.backends.wire import Event, GenerateRequest
 from triton_omni.connection import Model
 from triton_omni.pieces import NO_MEDIA, Piece
 
 RATE_HZ = 24_000
 SAMPLES = 500  # per word: not a multiple of 3, so that framing of base64 shows
-VOICES = ("sine",)
+VOICES = (toy.VOICE,)
+PAINTER = Stage("painter", toy.PIPELINE.stages[0].engine, params=("image", "transcription"))
+FAKE = replace(toy.PIPELINE, name="fake", stages=(*toy.PIPELINE.stages, PAINTER))
+"""Refuses what a real pipeline refuses: the toy that also draws and transcribes."""
 
 
 @dataclass
@@ -131,11 +136,9 @@ class FakeBackend:
     def _refuse(self, request: GenerateRequest) -> None:
         if self.refusal:
             raise wire.from_line(self.refusal)
-        voice = request.speech.voice
-        if request.speech.instructions:
-            raise wire.BadRequest("pipeline 'fake' does not take 'speech.instructions'", "speech.instructions")
-        if voice not in (None, *VOICES):
-            raise wire.BadRequest(f"unknown voice '{voice}'; available: {', '.join(VOICES)}", "speech.voice")
+        FAKE.check_params(request)
+        if request.operation in ("chat", "speech") and not request.stages:  # the toy has other stages
+            toy.check(request)
 
     def _pieces(self, request: GenerateRequest) -> Iterator[Piece]:
         if request.operation in ("image", "edit") or "image" in request.modalities:
