@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
+import torch
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -66,8 +66,8 @@ class PromptBuilder(Protocol):
 class RunFeed(Protocol):
     """Makes one run's chunks for the consumer stages. Made by the pipeline for each run that has a consumer."""
 
-    def on_tapped(self, positions: Sequence[int], rows: np.ndarray) -> None:
-        """Take hidden rows (positions, hidden) float32 of prompt positions, if the engine has taps."""
+    def on_tapped(self, positions: Sequence[int], rows: torch.Tensor) -> None:
+        """Take hidden rows (positions, hidden) of prompt positions, if the engine has taps; see taps.TappedRows."""
         ...
 
     def chunks(self, output: RequestOutput) -> Iterable[EngineChunk]:
@@ -81,7 +81,7 @@ class TextFeed:
     def __init__(self, state: ArRunState) -> None:
         self._run = state.run
 
-    def on_tapped(self, positions: Sequence[int], rows: np.ndarray) -> None:
+    def on_tapped(self, positions: Sequence[int], rows: torch.Tensor) -> None:
         """Text needs no hidden rows."""
 
     def chunks(self, output: RequestOutput) -> Iterable[EngineChunk]:

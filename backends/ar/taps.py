@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from triton_omni.backends.ar.hooks import Span
+from triton_omni.backends.ar.ranks import is_only_rank
 
-TappedRows = tuple[str, list[int], np.ndarray]
-"""A run's key, positions in its sequence, and their rows (positions, hidden) float32."""
+TappedRows = tuple[str, list[int], torch.Tensor]
+"""A run's key, positions in its sequence, and their rows (positions, hidden): the network's dtype, on its device."""
 
 
 class TokenTaps:
@@ -30,7 +30,9 @@ class TokenTaps:
                 continue
             offsets = mask[span.start : span.start + span.count].nonzero()[:, 0].tolist()
             if offsets:
-                rows = layers[0][[span.start + offset for offset in offsets]].float().cpu().numpy()
+                rows = layers[0][[span.start + offset for offset in offsets]]  # a copy
+                if not is_only_rank():  # the engine is another process
+                    rows = rows.cpu()
                 self._tapped.append((span.key, [span.position + offset for offset in offsets], rows))
 
     def step_result(self) -> list[TappedRows] | None:

@@ -39,7 +39,7 @@ class Job:
     def sent(self, stage: str, name: str) -> np.ndarray:
         """Everything a stage sent of one tensor, joined."""
         sends = [e for e in self.events[stage] if isinstance(e, EngineChunk)]
-        parts = [t.data for e in sends for t in e.tensors if t.name == name]
+        parts = [t.torch().cpu().numpy() for e in sends for t in e.tensors if t.name == name]
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def tokens(self, stage: str = "thinker") -> list[int]:

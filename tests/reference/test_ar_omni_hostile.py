@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+import torch
 
 from tests.kit import engine_driver as drive
 from tests.kit.ar_worker import become_ar_worker
@@ -51,7 +52,7 @@ def piece(config, media=None, words=(WORDS[0],)) -> TalkerInput:
     audio = config.thinker_config.audio_token_id
     ids = [config.im_start_token_id, config.user_token_id, audio, audio, 31]
     ids += [config.im_start_token_id, config.assistant_token_id, 32]
-    rows = np.full((2, config.talker_config.thinker_hidden_size), 0.1, np.float32) if media is None else media
+    rows = torch.full((2, config.talker_config.thinker_hidden_size), 0.1) if media is None else media
     return TalkerInput(ids, list(words), rows)
 
 
@@ -80,7 +81,7 @@ def spoken(talker, config, *others):
 
 def huge(config):
     """Numbers, but their products are none."""
-    return np.full((2, config.talker_config.thinker_hidden_size), 3e38, np.float32)
+    return torch.full((2, config.talker_config.thinker_hidden_size), 3e38)
 
 
 def test_rows_that_grow_beyond_all_bounds_end_their_run_alone(talker, config):
@@ -106,7 +107,7 @@ def test_rows_that_grow_beyond_all_bounds_end_their_run_alone(talker, config):
         (lambda given, config: TalkerInput(given.prompt_ids, [40], None), "missing"),
         (lambda given, config: TalkerInput(given.prompt_ids, [40], given.media[:1]), "missing"),
         (lambda given, config: TalkerInput(given.prompt_ids, [40], given.media[:, :5]), "missing"),
-        (lambda given, config: TalkerInput(given.prompt_ids, [40], given.media * np.nan), "not finite"),
+        (lambda given, config: TalkerInput(given.prompt_ids, [40], given.media * float("nan")), "not finite"),
         (lambda given, config: TalkerInput([31, 32], [40]), "assistant"),
     ],
 )

@@ -10,11 +10,12 @@ import pytest
 
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.engine_chain import Chain
-from tests.kit.gpu_devices import VLLM_DEVICES
+from tests.kit.gpu_devices import BUILD, VLLM_DEVICES
 from tests.kit.omni_chats import check, engines
 from tests.kit.omni_media import CASES, our_request, see
 from tests.kit.tiny_omni import Reference, tiny_omni
 from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.engine import EngineChunk
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part, Sampling
 from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
@@ -57,6 +58,14 @@ def test_together_and_again_equals_transformers(chain, reference):
         chain.run()
         for name, job in jobs.items():
             check(job, reference[name])
+
+
+def test_media_rows_leave_the_thinker_on_its_device(chain):
+    """The carrier decides whether they cross in GPU memory; the engine copies nothing to the host."""
+    job = chain.open(*our_request(next(iter(CASES.values()))))
+    chain.run()
+    sent = [t for e in job.events["thinker"] if isinstance(e, EngineChunk) for t in e.tensors if t.name == "media"]
+    assert [tensor.device for tensor in sent] == ["cuda:0" if BUILD == "cuda" else "cpu"]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What crosses the edges of Qwen3-Omni, and how the consuming stage reads it. A full input is one last chunk.
 
-    thinker → talker     first chunk: prompt_ids int32 (tokens,), and if there are media: media float32 (media
-                         positions, hidden), and their shapes (MEDIA_SHAPES);
+    thinker → talker     first chunk: prompt_ids int32 (tokens,), and if there are media: media (media
+                         positions, hidden) in the thinker's dtype, on its GPU where both stages share it, and their
+                         shapes (MEDIA_SHAPES);
                          every chunk: token_ids int32 (tokens,), the text tokens to be spoken
     talker → code2wav    codes int16 (frames, books), read as they are
 
@@ -14,12 +15,15 @@ hidden rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from triton_omni.backends.core.chunk import Chunk
 from triton_omni.backends.core.errors import StageFailed
+
+if TYPE_CHECKING:
+    from torch import Tensor as TorchTensor
 
 EDGE = "thinker->talker"
 MEDIA_SHAPES = {
@@ -36,26 +40,27 @@ class TalkerInput:
     """One chunk of the edge thinker → talker.
 
     prompt_ids  empty in all but the first chunk
-    media       (media positions, hidden) float32: the accept layer's rows
+    media       (media positions, hidden): the accept layer's rows, on the device where they arrived
     shapes      see thinker.media_shapes; all empty without media
     """
 
     prompt_ids: list[int]
     token_ids: list[int]
-    media: np.ndarray | None = None
+    media: TorchTensor | None = None
     shapes: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
 
 
 def talker_input(chunk: Chunk) -> TalkerInput:
     """Adapter thinker → talker; only an empty last chunk brings nothing. Raises StageFailed for a missing key."""
-    prompt_ids, token_ids, media = (_array(chunk, name) for name in ("prompt_ids", "token_ids", "media"))
+    prompt_ids, token_ids = _array(chunk, "prompt_ids"), _array(chunk, "token_ids")
     if prompt_ids is None and token_ids is None and not chunk.last:
         raise StageFailed("the chunk has neither 'prompt_ids' nor 'token_ids'", EDGE)
-    if media is not None:
+    media = None
+    if (tensor := chunk.tensor("media")) is not None:
         missing = [name for name in MEDIA_SHAPES if chunk.tensor(name) is None]
         if missing:
             raise StageFailed(f"the chunk has 'media' but no '{missing[0]}'", EDGE)
-        media = media.copy()
+        media = tensor.torch().clone()  # the carrier reuses its memory once the chunk is released
     shapes = {name: _ids(_array(chunk, name)) for name in MEDIA_SHAPES}
     return TalkerInput(_ids(prompt_ids), _ids(token_ids), media, shapes)
 

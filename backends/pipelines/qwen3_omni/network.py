@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeTalkerResizeMLP as Projection
@@ -55,13 +54,18 @@ class PromptParts:
     """What a run's prompt is made of: one text token per row, codec ids added to the last rows, media instead of some.
 
     media_positions  rows that images, audio and video take
-    media            the thinker's hidden rows for them, (media positions, hidden) float32
+    media            the thinker's hidden rows for them, (media positions, hidden), on any device
     """
 
     token_ids: list[int]
     codec_ids: list[int]
     media_positions: list[int]
-    media: np.ndarray | None
+    media: torch.Tensor | None
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        """Pickled for other ranks only: rows go through host memory, as a rank's GPU is not the sender's."""
+        media = None if self.media is None else self.media.cpu()
+        return PromptParts, (self.token_ids, self.codec_ids, self.media_positions, media)
 
 
 class TalkerNetwork(nn.Module, SupportsPP, SupportsMRoPE):
@@ -138,7 +142,7 @@ class TalkerNetwork(nn.Module, SupportsPP, SupportsMRoPE):
         """A prompt as input rows, (positions, hidden)."""
         rows = self.text_rows(prompt.token_ids)
         if prompt.media is not None:
-            rows[prompt.media_positions] = self.media_rows(torch.from_numpy(prompt.media))
+            rows[prompt.media_positions] = self.media_rows(prompt.media)
         rows[-len(prompt.codec_ids) :] += self.codec_rows(prompt.codec_ids)
         return rows
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoePreTrainedModelForConditionalGeneration as OmniModel,
@@ -123,7 +122,7 @@ class Talker:
                 positions.append(position)
         return positions
 
-    def _media(self, prompt: TalkerInput, positions: Sequence[int]) -> tuple[list[int], np.ndarray | None]:
+    def _media(self, prompt: TalkerInput, positions: Sequence[int]) -> tuple[list[int], torch.Tensor | None]:
         """Indexes into `positions` that are media's, and the hidden rows for them."""
         ids = prompt.prompt_ids
         media = [k for k, position in enumerate(positions) if ids[position] in self.media_ids]
@@ -131,9 +130,9 @@ class Talker:
             return [], None
         all_positions = [position for position, token in enumerate(ids) if token in self.media_ids]
         shape = (len(all_positions), self.config.thinker_hidden_size)
-        if prompt.media is None or prompt.media.shape != shape:
+        if prompt.media is None or tuple(prompt.media.shape) != shape:
             raise StageFailed("hidden rows of media positions are missing", EDGE)
-        if not np.isfinite(prompt.media).all():
+        if not prompt.media.isfinite().all():
             raise StageFailed("hidden rows of media positions are not finite", EDGE)
         row_of = {position: k for k, position in enumerate(all_positions)}
         return media, prompt.media[[row_of[positions[k]] for k in media]]

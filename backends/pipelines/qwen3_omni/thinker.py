@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from triton_omni.backends.ar import tools
 from triton_omni.backends.ar.chat_prompts import read_chat_template
@@ -51,11 +52,13 @@ class TalkerFeed:
         self._call_begin, self._call_end = call_begin, call_end
         self._in_call = False
         self._prompt_sent = False
-        self._media_rows: dict[int, np.ndarray] = {}
-        """Rows (hidden,) of media positions, until they leave with the first chunk."""
+        self._media_positions: list[int] = []
+        self._media_rows: list[torch.Tensor] = []
+        """Rows of `_media_positions`, on the network's device, until they leave with the first chunk."""
 
-    def on_tapped(self, positions: Sequence[int], rows: np.ndarray) -> None:
-        self._media_rows |= zip(positions, rows, strict=True)
+    def on_tapped(self, positions: Sequence[int], rows: torch.Tensor) -> None:
+        self._media_positions += positions
+        self._media_rows.append(rows)
 
     def chunks(self, output: RequestOutput) -> Iterable[EngineChunk]:
         tokens = list(output.outputs[0].token_ids)
@@ -69,8 +72,7 @@ class TalkerFeed:
             assert output.prompt_token_ids is not None, "vLLM returns the prompt with every output"
             tensors.append(_ids("prompt_ids", output.prompt_token_ids))
             if self._media_rows:
-                rows = np.stack([self._media_rows[position] for position in sorted(self._media_rows)])
-                tensors.append(Tensor.of("media", rows))
+                tensors.append(Tensor.of_torch("media", in_order(self._media_positions, self._media_rows)))
                 self._media_rows.clear()
                 tensors += media_shapes(media_features(self._state.scheduled))
         if tokens:
@@ -87,6 +89,12 @@ class TalkerFeed:
                 spoken.append(token)
             self._in_call &= token != self._call_end
         return spoken
+
+
+def in_order(positions: Sequence[int], blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows (positions, hidden) by rising position. Of a position that a preempted run computed twice, the last one."""
+    row_of = {position: row for row, position in enumerate(positions)}
+    return torch.cat(list(blocks))[[row_of[position] for position in sorted(row_of)]]
 
 
 def media_shapes(features: Sequence[Any]) -> list[Tensor]:

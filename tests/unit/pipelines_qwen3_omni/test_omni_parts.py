@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.kit.expect import accepts
-from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.chunk import Chunk, Tensor, TensorSpec
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part
 from triton_omni.backends.pipelines.qwen3_omni.adapters import MEDIA_SHAPES, talker_input
@@ -49,6 +49,19 @@ def test_a_piece_is_what_its_chunk_carries():
     assert piece.shapes == SHAPES
     rows[:] = 0  # the link reuses its buffer once the chunk is released
     assert piece.media is not None and piece.media.min() == 1
+
+
+def test_media_rows_are_read_where_the_carrier_left_them():
+    """In any dtype, and as a copy: "cpu:0" stands for a GPU, whose memory no numpy reader could take."""
+    torch = pytest.importorskip("torch")
+    rows = torch.ones(2, 3, dtype=torch.bfloat16)
+    media = Tensor(TensorSpec("media", "bfloat16", (2, 3)), rows.reshape(-1).view(torch.uint8), "cpu:0")
+    shapes = [Tensor.of(name, np.array(SHAPES[name], dtype)) for name, dtype in MEDIA_SHAPES.items()]
+    ids = Tensor.of("prompt_ids", np.array([5], np.int32))
+    piece = talker_input(Chunk(b"", "thinker", tensors=(ids, media, *shapes)))
+    rows[:] = 0
+    assert piece.media is not None and piece.media.dtype == torch.bfloat16
+    assert piece.media.min() == 1
 
 
 def test_a_pipeline_without_a_voice_has_no_stage_for_one():
