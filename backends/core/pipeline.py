@@ -81,10 +81,15 @@ class Edge:
 
 @dataclass(frozen=True)
 class Output:
-    """Something clients can ask for, and the stage it comes from."""
+    """Something clients can ask for, and the stage it comes from.
+
+    optional  a stage that leads to nothing but optional outputs may fail or be late: these outputs end with a reason
+              in the request's end, and the request goes on
+    """
 
     name: str
     stage: str
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ class Pipeline:
         """Outputs the client asked for; raises BadRequest for one that the operation cannot make."""
         operation = self.operation(request)
         names = request.modalities or operation.outputs
-        reachable = {o.name for o in self.outputs if operation.entry in self._leading_to(o.stage)}
+        reachable = {o.name for o in self.outputs if operation.entry in self.leading_to(o.stage)}
         for name in names:
             if name not in reachable:
                 raise BadRequest(
@@ -196,7 +201,7 @@ class Pipeline:
     def needed(self, request: GenerateRequest) -> frozenset[str]:
         """Stages to open: on the way from the entry to a wanted output, plus media stages the request needs."""
         operation = self.operation(request)
-        leading = frozenset[str]().union(*(self._leading_to(self.output(n).stage) for n in self.wanted(request)))
+        leading = frozenset[str]().union(*(self.leading_to(self.output(n).stage) for n in self.wanted(request)))
         after_entry = self._following(operation.entry)
         media = request.media()
         fronts = {s.name for s in self.stages if s.media and s.media in media and s.name in leading}
@@ -205,13 +210,14 @@ class Pipeline:
     def served(self, ready: Iterable[str]) -> tuple[str, ...]:
         """Outputs that at least one operation can make with the stages `ready` alone."""
         paths = [
-            (output.name, self._leading_to(output.stage) & self._following(operation.entry))
+            (output.name, self.leading_to(output.stage) & self._following(operation.entry))
             for output in self.outputs
             for operation in self.operations
         ]
         return tuple(dict.fromkeys(name for name, path in paths if path and path <= frozenset(ready)))
 
-    def _leading_to(self, stage: str) -> frozenset[str]:
+    def leading_to(self, stage: str) -> frozenset[str]:
+        """A stage, and all that feed it directly or through others."""
         return self._closure(stage, {(e.target, e.source) for e in self.edges})
 
     def _following(self, stage: str) -> frozenset[str]:

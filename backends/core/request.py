@@ -12,6 +12,9 @@ The life of one stage's run, and who moves it on:
 Stages are opened one after the other, consumers first, because a producer's Open carries the addresses of the
 consumer instances that accepted. A request ends exactly once; after its end only Stop, Release, Close and Done
 follow. It is Done, and may be forgotten, when every run it opened is closed.
+
+Beside outputs that the request needs there may be optional ones. A stage that leads to optional outputs alone may fail
+or be late: these outputs end with a reason (`missing`), the runs that only they need are stopped, the rest goes on.
 """
 
 from __future__ import annotations
@@ -96,9 +99,13 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class RequestExpired:
-    """A deadline passed, or a limit of this request was exceeded."""
+    """A deadline passed, or a limit of this request was exceeded.
+
+    stalled  a stage is silent: if optional outputs have not ended, they are given up before the request is
+    """
 
     error: OmniError
+    stalled: bool = False
 
 
 RequestEvent = (
@@ -137,6 +144,14 @@ class StopRun:
 
 
 @dataclass(frozen=True, slots=True)
+class DropConsumer:
+    """A stage goes on without one of its consumers."""
+
+    stage: str
+    consumer: str
+
+
+@dataclass(frozen=True, slots=True)
 class CloseRun:
     """The run is over on both sides. `lost`: its worker died, so its Triton stream may never end."""
 
@@ -154,6 +169,7 @@ class EndRequest:
     finish_reason: str
     usage: dict[str, float]
     error: OmniError | None = None
+    missing: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +177,16 @@ class ForgetRequest:
     """Nothing more will happen: forget the request."""
 
 
-RequestAction = OpenRun | EmitOutput | ReleaseOutput | StopRun | CloseRun | EndRequest | ForgetRequest
+RequestAction = OpenRun | EmitOutput | ReleaseOutput | StopRun | DropConsumer | CloseRun | EndRequest | ForgetRequest
 
 
 @dataclass(eq=False)
 class RequestMachine:
-    """One request's state. `wanted` and `needed` are set at admission from the pipeline; the rest by events."""
+    """One request's state. `wanted` and `needed` are set at admission from the pipeline; the rest by events.
+
+    missing   optional outputs that were given up → why
+    unneeded  stages that no output needs any more
+    """
 
     pipeline: Pipeline
     wanted: frozenset[str]
@@ -176,6 +196,8 @@ class RequestMachine:
     emitted: dict[str, int] = field(init=False)
     usage: dict[str, float] = field(default_factory=dict[str, float])
     reasons: dict[str, str] = field(default_factory=dict[str, str])
+    missing: dict[str, str] = field(default_factory=dict[str, str])
+    unneeded: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
         self.runs = dict.fromkeys(self.pipeline.consumers_first(self.needed), RunState.IDLE)
@@ -183,8 +205,13 @@ class RequestMachine:
 
     @property
     def final_output(self) -> str:
-        """The wanted output that ends last: the one declared last in the pipeline."""
-        return list(self.emitted)[-1]
+        """The wanted output that ends last: the one declared last in the pipeline, an optional one only if alone."""
+        return (self._required or list(self.emitted))[-1]
+
+    @property
+    def only_optional_left(self) -> bool:
+        """True if the request waits for nothing but optional outputs."""
+        return self.outcome is None and bool(self._required) and self._all_closed(self._required)
 
     @property
     def open_runs(self) -> list[str]:
@@ -208,7 +235,12 @@ class RequestMachine:
                 return self._closed(stage, lost, error)
             case RequestCancelled(reason):
                 return self._cut(Outcome.CANCELLED, Cancelled(reason))
-            case RequestExpired(error):
+            case RequestExpired(error, stalled):
+                left = [
+                    o for o in self.emitted if o not in (*self._required, *self.missing) and not self._all_closed([o])
+                ]
+                if stalled and self.outcome is None and self._required and left:
+                    return self._give_up(left, error)
                 return self._cut(Outcome.FAILED, error)
 
     def _open_next(self) -> list[RequestAction]:
@@ -226,10 +258,12 @@ class RequestMachine:
             return []
         self.runs[stage] = RunState.RUNNING
         # A run accepted after the end was opened before it: nobody told it to stop yet.
-        return self._open_next() if self.outcome is None else [StopRun(stage)]
+        if self.outcome is not None or stage in self.unneeded:
+            return [StopRun(stage), *self._open_next()]
+        return [*self._dropped_by([stage]), *self._open_next()]
 
     def _arrived(self, output: str, item: Any) -> list[RequestAction]:
-        if self.outcome is not None or output not in self.emitted:
+        if self.outcome is not None or output not in self.emitted or output in self.missing:
             return [ReleaseOutput(item)]
         index = self.emitted[output]
         self.emitted[output] = index + 1
@@ -238,25 +272,58 @@ class RequestMachine:
     def _finished(self, stage: str, reason: str, usage: dict[str, float]) -> list[RequestAction]:
         if self.runs[stage] not in (RunState.OPENING, RunState.RUNNING):
             return []
-        if self.outcome is None and (reason == STOPPED or self.runs[stage] is RunState.OPENING):
+        unneeded = stage in self.unneeded
+        if self.outcome is None and not unneeded and (reason == STOPPED or self.runs[stage] is RunState.OPENING):
             text = "stopped without being asked to" if reason == STOPPED else "ended before it was accepted"
             return self._closed(stage, lost=False, error=StageFailed(text, stage))
         self.runs[stage] = RunState.CLOSED
-        if self.outcome is None:
+        if self.outcome is None and not unneeded:
             self.reasons[stage] = reason
             for name, count in usage.items():
                 self.usage[name] = self.usage.get(name, 0) + count
-        actions: list[RequestAction] = [CloseRun(stage)]
-        if all(self.runs[self.pipeline.output(o).stage] is RunState.CLOSED for o in self.emitted):
-            actions += self._end(Outcome.COMPLETED)
-        return actions + self._done()
+        return [CloseRun(stage), *self._completed()]
 
     def _closed(self, stage: str, lost: bool, error: OmniError) -> list[RequestAction]:
         if self.runs[stage] not in (RunState.OPENING, RunState.RUNNING):
             return []
         self.runs[stage] = RunState.CLOSED
-        ended = self._end(Outcome.FAILED, error if error.where else type(error)(error.message, stage))
-        return [CloseRun(stage, lost), *ended, *self._done()]
+        error = error if error.where else type(error)(error.message, stage)
+        lead = [o for o in self.emitted if stage in self.pipeline.leading_to(self.pipeline.output(o).stage)]
+        if self.outcome is None and self._required and not set(lead) & set(self._required):
+            return [CloseRun(stage, lost), *self._give_up(lead, error)]
+        return [CloseRun(stage, lost), *self._end(Outcome.FAILED, error), *self._done()]
+
+    def _give_up(self, outputs: list[str], error: OmniError) -> list[RequestAction]:
+        """Go on without optional outputs: stop the runs that only they need, and feed these no more."""
+        self.missing |= {o: error.line() for o in outputs if o not in self.missing}
+        needed = frozenset[str]().union(
+            *(self.pipeline.leading_to(self.pipeline.output(o).stage) for o in self.emitted if o not in self.missing)
+        )
+        freed = [s for s in self.runs if s not in needed and s not in self.unneeded]
+        self.unneeded.update(freed)
+        actions: list[RequestAction] = [StopRun(s) for s in freed if self.runs[s] is RunState.RUNNING]
+        for stage in freed:
+            if self.runs[stage] is RunState.IDLE:
+                self.runs[stage] = RunState.CLOSED
+        running = [s for s in self.runs if self.runs[s] is RunState.RUNNING and s not in self.unneeded]
+        return [*actions, *self._dropped_by(running), *self._completed(), *self._open_next()]
+
+    def _dropped_by(self, stages: list[str]) -> list[RequestAction]:
+        return [DropConsumer(s, c) for s in stages for c in sorted(self.pipeline.downstream(s, self.unneeded))]
+
+    def _completed(self) -> list[RequestAction]:
+        """End the request if all its outputs have ended; forget it if all runs have."""
+        if self._all_closed([o for o in self.emitted if o not in self.missing]):
+            return self._end(Outcome.COMPLETED) + self._done()
+        return self._done()
+
+    @property
+    def _required(self) -> list[str]:
+        """Wanted outputs that are not optional. None: the optional ones were all that was asked for, so they count."""
+        return [o for o in self.emitted if not self.pipeline.output(o).optional]
+
+    def _all_closed(self, outputs: list[str]) -> bool:
+        return all(self.runs[self.pipeline.output(o).stage] is RunState.CLOSED for o in outputs)
 
     def _cut(self, outcome: Outcome, error: OmniError) -> list[RequestAction]:
         """End from outside; nothing if the request has ended already."""
@@ -266,7 +333,7 @@ class RequestMachine:
         if self.outcome is not None:
             return []
         self.outcome = outcome
-        running = [s for s, state in self.runs.items() if state is RunState.RUNNING]
+        running = [s for s, state in self.runs.items() if state is RunState.RUNNING and s not in self.unneeded]
         return [*(StopRun(s) for s in running), self._end_action(outcome, error)]
 
     def _end_action(self, outcome: Outcome, error: OmniError | None) -> EndRequest:
@@ -277,7 +344,7 @@ class RequestMachine:
             Outcome.CANCELLED: "abort",
             Outcome.FAILED: "error",
         }[outcome]
-        return EndRequest(outcome, self.final_output, stage, reason, dict(self.usage), error)
+        return EndRequest(outcome, self.final_output, stage, reason, dict(self.usage), error, dict(self.missing))
 
     def _done(self) -> list[RequestAction]:
         return [ForgetRequest()] if self.outcome is not None and not self.open_runs else []

@@ -14,6 +14,7 @@ from triton_omni.backends.core.pipeline import Edge, Operation, Output, Pipeline
 from triton_omni.backends.core.request import (
     STOPPED,
     CloseRun,
+    DropConsumer,
     EmitOutput,
     EndRequest,
     ForgetRequest,
@@ -244,6 +245,14 @@ DIAMOND = Pipeline(
     (Output("text", "brain"), Output("image", "pen"), Output("audio", "mouth")),
     (Operation("chat", "brain", ("text",)),),
 )
+ALIGNED = Pipeline(
+    "aligned",
+    tuple(Stage(name, _no_engine) for name in ("thinker", "talker", "voice", "reader", "aligner")),
+    (Edge("thinker", "talker"), Edge("talker", "voice"), Edge("voice", "reader"), Edge("reader", "aligner")),
+    (Output("text", "thinker"), Output("audio", "voice"), Output("words", "aligner", optional=True)),
+    (Operation("chat", "thinker", ("text",)), Operation("speech", "talker", ("audio",))),
+)
+"""An optional output behind two stages that only it needs."""
 CASES = (
     (CHAIN, ("text", "audio"), SPEAKS),
     (CHAIN, ("audio",), SPEAKS),
@@ -251,7 +260,78 @@ CASES = (
     (CHAIN, ("audio",), ("talker", "voice")),
     (DIAMOND, ("text", "image", "audio"), ("ear", "brain", "pen", "mouth")),
     (DIAMOND, ("image",), ("brain", "pen")),
+    (ALIGNED, ("audio", "words"), ("talker", "voice", "reader", "aligner")),
+    (ALIGNED, ("text", "audio", "words"), ("thinker", "talker", "voice", "reader", "aligner")),
+    (ALIGNED, ("words",), ("talker", "voice", "reader", "aligner")),
 )
+
+
+# --- optional outputs ---
+SPOKEN = ("talker", "voice", "reader", "aligner")
+
+
+def spoken(accepted=SPOKEN):
+    machine = request(("audio", "words"), SPOKEN, ALIGNED)
+    machine.on(RequestAdmitted())
+    for stage in [s for s in reversed(SPOKEN) if s in accepted]:
+        machine.on(RunAccepted(stage))
+    return machine
+
+
+def test_a_failed_optional_stage_ends_its_output_alone():
+    machine = spoken()
+    actions = machine.on(RunFailed("aligner", StageFailed("lost", "aligner"), lost=True))
+    assert actions == [CloseRun("aligner", lost=True), StopRun("reader"), DropConsumer("voice", "reader")]
+    assert machine.missing == {"words": "[stage_failed:aligner] lost"}
+    assert machine.on(OutputArrived("words", 1)) == [ReleaseOutput(1)]
+    assert machine.on(OutputArrived("audio", 2)) == [EmitOutput("audio", 0, 2)]
+    assert machine.on(RunFinished("reader", STOPPED, {"n": 1})) == [CloseRun("reader")]
+    machine.on(RunFinished("talker", "stop", {}))
+    close, end, done = machine.on(RunFinished("voice", "stop", {}))
+    assert (close, done) == (CloseRun("voice"), ForgetRequest())
+    assert (end.outcome, end.output, end.missing) == (Outcome.COMPLETED, "audio", machine.missing)
+    assert "n" not in end.usage, "what a run that was given up counted is not the request's"
+
+
+def test_an_optional_stage_that_cannot_be_opened_is_left_out():
+    machine = request(("audio", "words"), SPOKEN, ALIGNED)
+    machine.on(RequestAdmitted())
+    assert machine.on(OpenFailed("aligner", OOPS)) == [CloseRun("aligner"), OpenRun("voice")]
+    assert machine.on(RunAccepted("voice")) == [DropConsumer("voice", "reader"), OpenRun("talker")]
+
+
+def test_a_producer_that_was_being_opened_learns_of_the_loss_when_it_is_accepted():
+    machine = spoken(("aligner", "reader"))
+    machine.on(RunFailed("aligner", OOPS))
+    assert machine.on(RunAccepted("voice")) == [DropConsumer("voice", "reader"), OpenRun("talker")]
+
+
+def test_a_late_optional_stage_is_given_up_and_the_request_completes():
+    machine = spoken()
+    for stage in ("talker", "voice"):
+        assert not machine.only_optional_left
+        machine.on(RunFinished(stage, "stop", {}))
+    assert machine.only_optional_left
+    late = DeadlineExceeded("nothing for 10 s", "optional output words")
+    *stops, end = machine.on(RequestExpired(late, stalled=True))
+    assert stops == [StopRun("reader"), StopRun("aligner")] or stops == [StopRun("aligner"), StopRun("reader")]
+    assert (end.outcome, end.missing) == (Outcome.COMPLETED, {"words": late.line()})
+
+
+def test_a_stall_gives_up_optional_outputs_first_and_the_request_only_then():
+    machine = spoken()
+    late = DeadlineExceeded("nothing for 9 s", "voice->reader")
+    assert EndRequest not in [type(action) for action in machine.on(RequestExpired(late, stalled=True))]
+    assert machine.on(RequestExpired(late, stalled=True))[-1].error == late
+
+
+def test_an_optional_output_that_was_asked_for_alone_counts():
+    machine = request(("words",), SPOKEN, ALIGNED)
+    machine.on(RequestAdmitted())
+    for stage in reversed(SPOKEN):
+        machine.on(RunAccepted(stage))
+    *_, end = machine.on(RunFailed("aligner", StageFailed("lost", "aligner")))
+    assert (end.outcome, end.output, end.missing) == (Outcome.FAILED, "words", {})
 
 
 class World:
@@ -267,8 +347,11 @@ class World:
         self.end = None
         self.done = False
         self.emitted = Counter()
+        self.dropped = set()
+        self.event = None
 
     def tell(self, event):
+        self.event = event
         if isinstance(event, OutputArrived):
             self.made += 1
         actions = self.machine.on(event)
@@ -287,11 +370,12 @@ class World:
                 assert stage not in self.asked, "opened twice"
                 assert not self.asked - self.accepted - self.closed, "one at a time"
                 downstream = self.machine.pipeline.downstream(stage, self.machine.needed)
-                assert downstream <= self.accepted | self.closed, "consumers first"
+                assert downstream <= self.accepted | self.closed | self.machine.unneeded, "consumers first"
+                assert stage not in self.machine.unneeded
                 self.asked.add(stage)
             case EmitOutput(output, index, item):
                 assert self.end is None
-                assert output in self.machine.wanted
+                assert output in self.machine.wanted and output not in self.machine.missing
                 assert index == self.emitted[output], "in order, without gaps"
                 self.emitted[output] += 1
                 self.items[item] += 1
@@ -301,6 +385,10 @@ class World:
                 assert stage in self.accepted - self.closed
                 assert stage not in self.stopped, "stopped twice"
                 self.stopped.add(stage)
+            case DropConsumer(stage, consumer):
+                assert stage in self.accepted - self.closed
+                assert consumer in self.machine.unneeded
+                self.dropped.add((stage, consumer))
             case CloseRun(stage):
                 assert stage in self.asked
                 assert stage not in self.closed, "closed twice"
@@ -308,11 +396,14 @@ class World:
             case EndRequest():
                 assert self.end is None, "two ends"
                 self.end = action
-                assert (
-                    action.output
-                    == [o.name for o in self.machine.pipeline.outputs if o.name in self.machine.wanted][-1]
-                )
+                wanted = [o for o in self.machine.pipeline.outputs if o.name in self.machine.wanted]
+                required = [o for o in wanted if not o.optional] or wanted
+                assert action.output == required[-1].name
                 assert action.stage == self.outputs[action.output]
+                assert set(action.missing) <= {o.name for o in wanted if o not in required}
+                if action.outcome is Outcome.FAILED and not isinstance(self.event, RequestExpired):
+                    leading = [self.machine.pipeline.leading_to(o.stage) for o in required]
+                    assert any(self.event.stage in stages for stages in leading), "an optional stage ended the request"
             case ForgetRequest():
                 assert self.end is not None
                 assert self.closed == self.asked
@@ -338,7 +429,8 @@ class World:
         elif running and dice < 0.58:
             self.tell(RunFailed(rng.choice(sorted(running)), OOPS, rng.random() < 0.5))
         elif dice < 0.60:
-            self.tell(rng.choice((life.RequestCancelled("abort"), RequestExpired(OOPS))))
+            ends = (life.RequestCancelled("abort"), RequestExpired(OOPS), RequestExpired(OOPS, stalled=True))
+            self.tell(rng.choice(ends))
         elif dice < 0.65 and self.asked:  # late or repeated news of any stage
             stage = rng.choice(sorted(self.asked))
             if stage in self.closed:
@@ -355,7 +447,7 @@ class World:
 
 def test_random_lives():
     rng = random.Random(20_260)
-    outcomes = Counter()
+    outcomes, given_up = Counter(), 0
     for _ in range(20_000):
         world = World(rng, *rng.choice(CASES))
         if rng.random() < 0.98:
@@ -381,4 +473,8 @@ def test_random_lives():
         assert set(world.items.values()) <= {1}, "an item handled twice"
         assert world.closed == world.asked
         outcomes[world.end.outcome] += 1
+        for stage, consumer in world.dropped:
+            assert stage in world.machine.pipeline.upstream(consumer, world.machine.needed)
+        given_up += bool(world.end.missing and world.end.outcome is Outcome.COMPLETED)
     assert all(outcomes[outcome] > 1_000 for outcome in Outcome), outcomes
+    assert given_up > 300, given_up
