@@ -38,6 +38,7 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     first_output_s     from admission to the first piece of output
     stall_s            longest silence of an edge, or of a request after its first output
     total_s            from arrival to end
+    optional_s         silence of optional outputs when all others have ended; then they are given up
     max_request_bytes  size of the request's JSON
     max_media_bytes    size of all media tensors of a request together
     engine             engine options of the stages that check requests before admission, written by `make repository`
@@ -51,6 +52,7 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     first_output_s: Seconds = 120.0
     stall_s: Seconds = 120.0
     total_s: Seconds = 1800.0
+    optional_s: Seconds = 10.0
     max_request_bytes: Count = 1 << 20
     max_media_bytes: Count = 256 << 20
     max_output_bytes: Count = 8 << 20

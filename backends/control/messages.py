@@ -40,6 +40,7 @@ class OpenMessage(ControlMessage, frozen=True, array_like=True, tag="open"):
     has_inputs  a chunk on INPUTS_EDGE came before this message
     direct      that chunk is the stage's input itself, as one last chunk (a direct call of a consumer stage)
     stall_s     fail the run if an upstream edge is silent for longer while the engine waits; 0 = never
+    optional    consumers that the run goes on without if they are lost
     """
 
     run: bytes
@@ -52,12 +53,17 @@ class OpenMessage(ControlMessage, frozen=True, array_like=True, tag="open"):
     has_inputs: bool = False
     direct: bool = False
     stall_s: float = 0.0
+    optional: tuple[str, ...] = ()
 
 
 class StopMessage(ControlMessage, frozen=True, array_like=True, tag="stop"):
-    """End a run now; answered with FinishedMessage(reason="stopped")."""
+    """End a run now; answered with FinishedMessage(reason="stopped").
+
+    consumer  only stop feeding this consumer; the run goes on, and there is no answer
+    """
 
     run: bytes
+    consumer: str = ""
 
 
 class ReleaseMessage(ControlMessage, frozen=True, array_like=True, tag="release"):

@@ -218,6 +218,10 @@ class RequestMachine:
         """Stages whose runs are opening or running."""
         return [s for s, state in self.runs.items() if state in (RunState.OPENING, RunState.RUNNING)]
 
+    def is_optional(self, stage: str) -> bool:
+        """True if the request can go on without a stage."""
+        return bool(self._required) and set(self._required).isdisjoint(self._led_to_by(stage))
+
     def on(self, event: RequestEvent) -> list[RequestAction]:
         """Take one event, return what has to be done, in order."""
         match event:
@@ -288,9 +292,8 @@ class RequestMachine:
             return []
         self.runs[stage] = RunState.CLOSED
         error = error if error.where else type(error)(error.message, stage)
-        lead = [o for o in self.emitted if stage in self.pipeline.leading_to(self.pipeline.output(o).stage)]
-        if self.outcome is None and self._required and not set(lead) & set(self._required):
-            return [CloseRun(stage, lost), *self._give_up(lead, error)]
+        if self.outcome is None and self.is_optional(stage):
+            return [CloseRun(stage, lost), *self._give_up(self._led_to_by(stage), error)]
         return [CloseRun(stage, lost), *self._end(Outcome.FAILED, error), *self._done()]
 
     def _give_up(self, outputs: list[str], error: OmniError) -> list[RequestAction]:
@@ -321,6 +324,9 @@ class RequestMachine:
     def _required(self) -> list[str]:
         """Wanted outputs that are not optional. None: the optional ones were all that was asked for, so they count."""
         return [o for o in self.emitted if not self.pipeline.output(o).optional]
+
+    def _led_to_by(self, stage: str) -> list[str]:
+        return [o for o in self.emitted if stage in self.pipeline.leading_to(self.pipeline.output(o).stage)]
 
     def _all_closed(self, outputs: list[str]) -> bool:
         return all(self.runs[self.pipeline.output(o).stage] is RunState.CLOSED for o in outputs)

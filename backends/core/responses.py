@@ -122,6 +122,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     counts         beside `joined`: output → number of pieces
     status         on `health`: see `PipelineStatus`
     aborted        on the `end` of operation `abort`: number of requests that were ended
+    missing        on `end`: an optional output that failed or was late → why, as the line of an error
     outcome        on `end`: `completed` or `cancelled`; a failure is a Triton error instead
     finish_reason  on `end`: `stop`, `length`, `tool_calls` or `abort`
     usage          on `end`: counts, such as `prompt_tokens`, `prompt_audio_tokens` (those of the prompt that stand for
@@ -145,6 +146,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     counts: dict[str, int] = {}
     status: PipelineStatus | None = None
     aborted: int | None = None
+    missing: dict[str, str] = {}
     outcome: str = ""
     finish_reason: str = ""
     usage: dict[str, float] = {}

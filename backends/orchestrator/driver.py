@@ -291,6 +291,10 @@ class Orchestrator:
                     peer = live.runs[stage].peer
                     assert peer is not None, "a run is stopped when a worker has it"
                     peer.send(msg.StopMessage(live.run))
+                case life.DropConsumer(stage, consumer):
+                    peer = live.runs[stage].peer
+                    assert peer is not None, "a run that goes on is in a worker"
+                    peer.send(msg.StopMessage(live.run, consumer))
                 case life.CloseRun(stage, lost):
                     self._close(live, stage, lost)
                 case life.EndRequest():
@@ -302,7 +306,8 @@ class Orchestrator:
 
     def _open(self, live: RequestState, stage: str) -> None:
         machine, run = live.machine, live.run
-        consumers = {t: live.runs[t].address for t in self.pipeline.downstream(stage, machine.needed)}
+        fed = self.pipeline.downstream(stage, machine.needed - machine.unneeded)
+        consumers = {target: live.runs[target].address for target in fed}
         media = [spec.name for spec in self.pipeline.stage(stage).inputs if spec.name in live.arrival.media]
         message = msg.OpenMessage(
             run,
@@ -314,6 +319,7 @@ class Orchestrator:
             wanted=tuple(o for o in machine.emitted if self.pipeline.output(o).stage == stage),
             has_inputs=bool(media),
             stall_s=live.limits.stall_s,
+            optional=tuple(target for target in fed if machine.is_optional(target)),
         )
         live.runs[stage] = StageRun()
         self.metrics.opened.add(1, stage)
@@ -384,6 +390,10 @@ class Orchestrator:
                 log.exception("request %s: answer could not be joined", request_id, extra={"request_id": request_id})
                 end = replace(end, outcome=life.Outcome.FAILED, error=Internal(f"{type(error).__name__}: {error}"))
         live.end, live.ended_s = end, now
+        for output, why in end.missing.items():
+            log.warning(
+                "request %s: output %s is missing: %s", request_id, output, why, extra={"request_id": request_id}
+            )
         self._count_end(live, end, now)
         if piece is not None:
             live.arrival.front.end(piece)
@@ -426,7 +436,8 @@ class Orchestrator:
                 self._keep_up(live, now)
                 error = live.expired(now)
                 if error is not None:
-                    self._apply(live, life.RequestExpired(error))
+                    live.heard_s = now
+                    self._apply(live, life.RequestExpired(error, stalled=error.where == live.silent_at))
             elif live.ended_s is not None and now - live.ended_s > STOP_GRACE_S:
                 self._give_up(live)
 

@@ -50,6 +50,7 @@ class RequestDeadlines:
     first_output_s: float
     stall_s: float
     total_s: float
+    optional_s: float
 
     @classmethod
     def of(cls, request: GenerateRequest, deploy: OrchestratorDeploy) -> RequestDeadlines:
@@ -63,6 +64,7 @@ class RequestDeadlines:
             pick(own.first_output_s, deploy.first_output_s),
             pick(own.stall_s, deploy.stall_s),
             pick(own.total_s, deploy.total_s),
+            deploy.optional_s,
         )
 
 
@@ -196,7 +198,8 @@ class RequestState:
             passed, limit = now_s - self.admitted_s, limits.first_output_s
             where = f"first output of {self.stuck_at}"
         else:
-            passed, limit, where = now_s - self.heard_s, limits.stall_s, self.silent_at
+            limit = limits.optional_s if self.machine.only_optional_left else limits.stall_s
+            passed, where = now_s - self.heard_s, self.silent_at
         if limit and passed > limit:
             return DeadlineExceeded(f"nothing for {passed:.1f} s (limit {limit:g} s)", where)
         if limits.total_s and now_s - self.arrived_s > limits.total_s:
@@ -260,6 +263,7 @@ class RequestState:
             sum(self.machine.emitted.values()),
             joined={} if collected is None else collected.joined_pieces(),
             counts={} if collected is None else {output: len(pieces) for output, pieces in collected.pieces.items()},
+            missing=end.missing,
             outcome=end.outcome.value,
             finish_reason=end.finish_reason,
             usage=self.usage(end),

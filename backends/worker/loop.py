@@ -90,8 +90,8 @@ class Worker:
                 self._on_chunk(peer, item)
             case OpenMessage():
                 self._on_open(peer, item)
-            case StopMessage(run=run):
-                self._on_stop(run)
+            case StopMessage(run=run, consumer=consumer):
+                self._on_stop(run, consumer)
             case ReleaseMessage(run=run):
                 self._on_release(run)
             case FailedMessage(run=run, error=error):  # a producer tells its consumers why no more will come
@@ -126,7 +126,14 @@ class Worker:
     def _record(self, stub: Peer, reply: Peer, message: OpenMessage, inputs: tuple[Tensor, ...]) -> Record:
         """The run's record; raises Unavailable if a consumer is gone."""
         name = self.stage.name
-        sinks = {target: Sink(self._connect(at, target), name, True) for target, at in message.consumers.items()}
+        sinks: dict[str, Sink] = {}
+        for target, at in message.consumers.items():
+            optional = target in message.optional
+            try:
+                sinks[target] = Sink(self._connect(at, target), name, True, optional)
+            except Unavailable:
+                if not optional:
+                    raise
         sinks |= {(edge := OUTPUT_PREFIX + name): Sink(reply, edge, False) for name in message.wanted}
         if not message.reply and not message.wanted:  # a direct call of a stage without client outputs
             sinks[OUTPUT_PREFIX] = Sink(reply, OUTPUT_PREFIX, True)
@@ -196,10 +203,20 @@ class Worker:
             return
         record.inbox.append(Waiting(source, peer, chunk, inputs, now_s))
 
-    def _on_stop(self, run: bytes) -> None:
+    def _on_stop(self, run: bytes, consumer: str) -> None:
         record = self.records.get(run)
-        if record is not None and not record.told:
+        if record is None or record.told:
+            return
+        if consumer:
+            self._drop_sink(record, consumer)
+        else:
             self._cut(record, FinishedMessage(run, "stopped"))
+
+    def _drop_sink(self, record: Record, consumer: str) -> None:
+        """Go on without a consumer; what waits for it is dropped."""
+        record.sinks.pop(consumer, None)
+        record.run.feeds = any(sink.feeds for sink in record.sinks.values())
+        self._unsettled[record] = None
 
     def _on_release(self, run: bytes) -> None:
         record = self.records.get(run)
@@ -220,7 +237,11 @@ class Worker:
     def _fail_if_bound(self, record: Record, peer: Peer) -> None:
         ended = record.ended is not None  # what waits to leave may still be lost, what came in no longer
         dead = [s for s, source in record.sources.items() if source.peer is peer and source.is_open and not ended]
-        dead += [key for key, sink in record.sinks.items() if sink.peer is peer and (sink.queue or not ended)]
+        lost = [key for key, sink in record.sinks.items() if sink.peer is peer and (sink.queue or not ended)]
+        for key in [key for key in lost if record.sinks[key].optional]:
+            lost.remove(key)
+            self._drop_sink(record, key)
+        dead += lost
         if dead:
             self._fail(record, StageFailed("the stage's worker died", dead[0]))
 

@@ -18,12 +18,14 @@ from triton_omni.backends.core.outputs import OutputPiece
 class Sink:
     """Where chunks of one run go: a consumer stage, or the client ("@name"). Waits when there is no credit.
 
-    feeds  takes what the stage sends: a consumer stage, or the stub of a direct call
+    feeds     takes what the stage sends: a consumer stage, or the stub of a direct call
+    optional  the run goes on if this consumer is lost
     """
 
     peer: Peer
     edge: str
     feeds: bool
+    optional: bool = False
     index: int = 0
     closed: bool = False
     queue: deque[Chunk] = field(default_factory=deque[Chunk])

@@ -389,6 +389,93 @@ def test_a_requests_own_deadlines_win_and_zero_is_none(play):
 
 
 # --- slow readers ------------------------------------------------------------------------------------------
+# --- optional outputs ---
+OPTIONAL = replace(PIPELINE, outputs=(Output("text", "tokens"), Output("audio", "wave", optional=True)))
+
+
+def say(s, run, index):
+    s.stages["tokens"].put(run, index, TextPiece(f"w{index} "))
+    s.turn()
+
+
+def test_a_stage_that_fails_for_an_optional_output_ends_that_output_alone(play):
+    s = play(OPTIONAL)
+    client, run = speaking(s)
+    say(s, run, 0)
+    s.fail("wave", run, StageFailed("boom", "wave"))
+    assert not client.over
+    assert s.stages["frames"].stops == [run], "nothing needs it any more"
+    assert [m.consumer for m in s.stages["tokens"].got if isinstance(m, msg.StopMessage)] == ["frames"]
+    s.finish("frames", run, "stopped")
+    say(s, run, 1)
+    s.finish("tokens", run)
+    event = client.ended.event
+    assert (event.outcome, event.output, client.text) == ("completed", "text", "w0 w1 ")
+    assert event.missing == {"audio": "[stage_failed:wave] boom"}
+
+
+def test_the_death_of_a_worker_for_an_optional_output_ends_that_output_alone(play):
+    s = play(OPTIONAL)
+    client, run = speaking(s)
+    s.kill("wave")
+    s.finish("frames", run, "stopped")
+    s.finish("tokens", run)
+    assert client.ended.event.outcome == "completed"
+    assert "wave" in client.ended.event.missing["audio"]
+
+
+def test_a_stage_that_cannot_be_opened_for_an_optional_output_is_left_out(play):
+    s = play(OPTIONAL)
+    client = s.ask(chat("text", "audio"))
+    _, _, failed = s.take_call()
+    failed(Unavailable("not loaded", "wave"))
+    s.turn()
+    message = s.accept()
+    assert (message.wanted, message.consumers) == (("text",), {})
+    s.finish("tokens", client.run)
+    assert client.ended.event.missing == {"audio": "[unavailable:wave] not loaded"}
+
+
+def test_what_an_optional_stage_may_lose_is_said_to_its_producer(play):
+    s = play(OPTIONAL)
+    s.ask(chat("text", "audio"))
+    opens = [s.accept() for _ in ORDER]
+    assert [message.optional for message in opens] == [(), ("wave",), ("frames",)]
+    for stage in reversed(ORDER):
+        s.finish(stage, opens[0].run)
+
+
+def test_an_optional_output_that_is_late_is_given_up_after_its_own_deadline(play):
+    s = play(OPTIONAL, optional_s=3.0, stall_s=60.0)
+    client, run = speaking(s)
+    say(s, run, 0)
+    s.pass_time(5.0)
+    assert not client.over, "the text may take its time"
+    s.stages["wave"].put(run, 0, AudioPiece(24_000, 10), sound(10, 0.0))
+    s.finish("tokens", run)
+    s.pass_time(2.9)
+    assert not client.over
+    s.pass_time(0.2)
+    assert client.ended.event.outcome == "completed"
+    assert client.ended.event.missing["audio"].startswith("[deadline_exceeded:")
+    end_all(s, run, "frames", "wave")
+
+
+def test_a_stall_gives_up_the_optional_outputs_before_the_request(play):
+    """The silent stage may be the one that takes no more chunks, so that its producer stands still."""
+    s = play(OPTIONAL, stall_s=3.0)
+    client, run = speaking(s)
+    say(s, run, 0)
+    s.pass_time(3.1)
+    assert not client.over and s.stages["wave"].stops == [run]
+    say(s, run, 1)
+    s.pass_time(2.9)
+    assert not client.over
+    s.pass_time(0.3)
+    assert isinstance(client.failed, DeadlineExceeded)
+    end_all(s, run)
+
+
 # --- clients that read slowly ---
 PIECE = 40_000 + RESPONSE_BYTES  # what a piece of `speak` is charged
 

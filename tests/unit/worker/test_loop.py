@@ -572,6 +572,44 @@ def test_a_consumer_lost_after_the_engine_was_done_still_ends_the_run(at):
     assert end.error.where == "frames"
 
 
+@pytest.mark.parametrize("loss", ["died", "dropped", "never there"])
+def test_a_run_goes_on_without_an_optional_consumer(at, loss):
+    """It holds its chunks, then is lost: what waits for it is dropped, and nothing more is made for it."""
+    b = at("tokens")
+    consumer, other = b.side("frames"), b.side("other")
+    consumer.keeps_chunks = True
+    at_address = {"frames": consumer.hub.address, "other": other.hub.address}
+    if loss == "never there":
+        at_address["frames"] += "x"
+    run = b.open(consumers=at_address, optional=("frames",), wanted=("text",), request=chat(200))
+    if loss != "never there":
+        b.turn(100)
+        assert b.worker.records[run].run.blocked, "the stage would wait for it"
+    if loss == "died":
+        b.kill("frames")
+    elif loss == "dropped":
+        b.to_worker.send(msg.StopMessage(run, "frames"))
+        b.to_worker.send(msg.StopMessage(run, "unknown"))
+    [end] = end_of(b, run)
+    assert isinstance(end, msg.FinishedMessage) and end.reason == "length"
+    assert [c.index for c in other.of(Chunk)] == list(range(201))
+    consumer.give_back()
+
+
+def test_a_run_whose_only_consumer_is_dropped_makes_no_chunks(at):
+    b = at("tokens")
+    b.side("frames").keeps_chunks = True
+    request = chat(50, tokens={"frame_bytes": 100})
+    run = b.open(
+        consumers={"frames": b.sides["frames"].hub.address}, optional=("frames",), wanted=("text",), request=request
+    )
+    b.turn(40)
+    b.to_worker.send(msg.StopMessage(run, "frames"))
+    [end] = end_of(b, run)
+    assert end.reason == "length" and not b.worker.records
+    b.sides["frames"].give_back()
+
+
 def test_a_lost_orchestrator_ends_the_run_without_a_word_to_triton(at):
     b = at("tokens")
     run = b.open(wanted=("text",), request=chat(10_000))
