@@ -79,7 +79,7 @@ class Chain:
                 self._turn(stage)
 
     def _open(self, request: GenerateRequest) -> Job:
-        wanted, needed = self._pipeline.wanted(request), self._pipeline.needed(request)
+        wanted, needed = self._pipeline.plan(request).wanted, self._pipeline.plan(request).needed
         run_id, runs = os.urandom(16), {}
         started_s = time.monotonic()
         for stage in self._pipeline.consumers_first(needed):
@@ -177,7 +177,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the requests of each load")
     args = parser.parse_args()
     pipeline, request = load(args.pipeline), request_of(args.pipeline)
-    needed = pipeline.needed(request)
+    needed = pipeline.plan(request).needed
     engines = {n: pipeline.stage(n).engine(c) for n, c in contexts(pipeline).items() if n in needed}
     chain = Chain(pipeline, engines)
     chain.drive(request, 1, 1)  # the first request ever also pays for lazy set-up

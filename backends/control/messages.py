@@ -132,15 +132,18 @@ class FinishedMessage(ControlMessage, frozen=True, array_like=True, tag="finishe
 
 
 class FailedMessage(ControlMessage, frozen=True, array_like=True, tag="failed"):
-    """A run failed. `reply_lost`: the orchestrator is gone, so nothing may be sent through Triton.
+    """A run failed.
 
-    stats  None: no worker accepted it
+    reply_lost   the orchestrator is gone, so nothing may be sent through Triton
+    stats        None: no worker accepted it, or its worker died
+    worker_died  from the stub: the worker that had accepted the run died
     """
 
     run: bytes
     error: ErrorInfo
     reply_lost: bool = False
     stats: RunStats | None = None
+    worker_died: bool = False
 
 
 class PingMessage(ControlMessage, frozen=True, array_like=True, tag="ping"):

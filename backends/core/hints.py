@@ -20,7 +20,10 @@ def blamed(error: msgspec.ValidationError) -> tuple[str, str]:
 
 def nearest_key(message: str, known: Iterable[str]) -> str:
     """`; did you mean '…'?` for a message of msgspec about an unknown field with a near known key, else ""."""
-    if "unknown field" not in message:
-        return ""
-    near = difflib.get_close_matches(message.split("`")[1], sorted(set(known)), n=1)
+    return nearest(message.split("`")[1], known) if "unknown field" in message else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean '…'?` if one of the known names is near, else ""."""
+    near = difflib.get_close_matches(name, sorted(set(known)), n=1)
     return f"; did you mean '{near[0]}'?" if near else ""

@@ -101,6 +101,18 @@ class Operation:
     outputs: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class RequestPlan:
+    """What a request takes of its pipeline.
+
+    wanted  outputs that the client asked for
+    needed  stages to open: on the way from the entry to a wanted output, and media stages that the request needs
+    """
+
+    wanted: frozenset[str]
+    needed: frozenset[str]
+
+
 def _no_check(request: GenerateRequest) -> None:
     """Accept every request."""
 
@@ -185,8 +197,8 @@ class Pipeline:
             if taken.isdisjoint((param, param.partition(".")[0])):
                 raise BadRequest(f"pipeline '{self.name}' does not take '{param}'", param)
 
-    def wanted(self, request: GenerateRequest) -> frozenset[str]:
-        """Outputs the client asked for; raises BadRequest for one that the operation cannot make."""
+    def plan(self, request: GenerateRequest) -> RequestPlan:
+        """What a request takes; raises BadRequest for an output that its operation cannot make."""
         operation = self.operation(request)
         names = request.modalities or operation.outputs
         reachable = {o.name for o in self.outputs if operation.entry in self.leading_to(o.stage)}
@@ -196,16 +208,10 @@ class Pipeline:
                     f"unknown modality '{name}'; operation '{operation.name}' makes: {', '.join(sorted(reachable))}",
                     "modalities",
                 )
-        return frozenset(names)
-
-    def needed(self, request: GenerateRequest) -> frozenset[str]:
-        """Stages to open: on the way from the entry to a wanted output, plus media stages the request needs."""
-        operation = self.operation(request)
-        leading = frozenset[str]().union(*(self.leading_to(self.output(n).stage) for n in self.wanted(request)))
-        after_entry = self._following(operation.entry)
+        leading = frozenset[str]().union(*(self.leading_to(self.output(name).stage) for name in names))
         media = request.media()
-        fronts = {s.name for s in self.stages if s.media and s.media in media and s.name in leading}
-        return (leading & after_entry) | frozenset(fronts)
+        media_stages = {s.name for s in self.stages if s.media and s.media in media and s.name in leading}
+        return RequestPlan(frozenset(names), (leading & self._following(operation.entry)) | media_stages)
 
     def served(self, ready: Iterable[str]) -> tuple[str, ...]:
         """Outputs that at least one operation can make with the stages `ready` alone."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client's call is answered with: events, and the statuses they carry.
+"""What a client's call is answered with: events, the statuses they carry, and where they are sent.
 
 Types of events, and what they come with:
 
@@ -17,10 +17,14 @@ Types of events, and what they come with:
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import msgspec
 
+from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.errors import OmniError
 from triton_omni.backends.core.outputs import OutputPiece
 
 
@@ -153,3 +157,39 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     timings: dict[str, float] = {}
     token: str = ""
     acknowledge: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response for a client: an event, and the tensors it is about."""
+
+    event: Event
+    tensors: tuple[Tensor, ...] = ()
+
+
+class ResponseStream(Protocol):
+    """One client's call. Methods never block; responses leave in the order of the calls."""
+
+    def watch(self, gone: Callable[[], None]) -> None:
+        """Call `gone`, from another thread, when the client has cancelled or disconnected."""
+        ...
+
+    def acknowledge(self) -> None:
+        """Send an empty response, which an orchestrator waits for."""
+        ...
+
+    def send(
+        self, response: Response, failed: Callable[[OmniError], None], sent: Callable[[], None] | None = None
+    ) -> None:
+        """Send one response. `sent` is always called, when its tensors are no longer needed, and `failed` before it if
+        the response could not be sent; both from another thread."""
+        ...
+
+    def publish(self) -> None:
+        """Bring the server's metrics up to date; only before the call's end is sent."""
+        ...
+
+    def end(self, last: Response | OmniError | None, sent: Callable[[], None] | None = None) -> None:
+        """Send the last response and close the call, in one; None: close it without another response. `sent` is always
+        called, from another thread."""
+        ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may work now, who waits, who is refused. Pure: the caller brings the clock."""
+"""Which requests are admitted, wait, or are refused. Pure."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Admission(Generic[T]):
         return len(self._queue)
 
     def join(self, entry: T, priority: int) -> None:
-        """Queue an entry; raises TooBusy if it can neither work now nor wait."""
+        """Queue an entry; raises TooBusy if it can neither start nor wait."""
         if len(self.live) + self.queued >= self.max_live + self.max_queue:
             raise TooBusy(
-                f"{len(self.live)} requests are in work and {self.queued} wait; try again later", "queue", 1.0
+                f"{len(self.live)} requests are running and {self.queued} wait; try again later", "queue", 1.0
             )
         heapq.heappush(self._queue, (-priority, next(self._order), entry))
 
@@ -44,7 +44,7 @@ class Admission(Generic[T]):
         return started
 
     def leave(self, entry: T) -> None:
-        """Forget an entry, whether it works or waits."""
+        """Forget an entry, whether it runs or waits."""
         if entry in self.live:
             self.live.discard(entry)
         else:

@@ -11,15 +11,16 @@ from typing import Any
 
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import MAX_REQUEST_ID_CHARS, GenerateRequest, Part
-from triton_omni.backends.core.pipeline import MEDIA, Pipeline
+from triton_omni.backends.core.hints import nearest
+from triton_omni.backends.core.pipeline import MEDIA, Pipeline, RequestPlan
 
 
 def check_request_id(request_id: str) -> None:
     """A request id is up to 256 printable characters."""
     if len(request_id) > MAX_REQUEST_ID_CHARS:
-        raise BadRequest(f"a request id may have {MAX_REQUEST_ID_CHARS} characters, not {len(request_id)}", "id")
+        raise BadRequest(f"request id must be at most {MAX_REQUEST_ID_CHARS} characters (got {len(request_id)})", "id")
     if not request_id.isprintable():
-        raise BadRequest("a request id must not contain control characters", "id")
+        raise BadRequest("request id must be printable", "id")
 
 
 def check_request(
@@ -27,25 +28,32 @@ def check_request(
     request: GenerateRequest,
     media: Mapping[str, int],
     engine: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-) -> None:
-    """Check a request against its pipeline; `media` gives the number of elements of each media tensor sent, `engine`
-    the engine options of stages that check requests."""
+) -> RequestPlan:
+    """Check a request against its pipeline; returns what it takes. `media` gives the number of elements of each media
+    tensor sent, `engine` the engine options of stages that check requests."""
     pipeline.operation(request)
     _check_kinds(pipeline, request)
+    _check_stages(pipeline, request)
     pipeline.check(request)
-    pipeline.wanted(request)
+    plan = pipeline.plan(request)
     pipeline.check_params(request)
-    for stage in request.stages:
-        if stage not in {s.name for s in pipeline.stages}:
-            known = ", ".join(s.name for s in pipeline.stages)
-            raise BadRequest(f"unknown stage '{stage}'; stages: {known}", f"stages.{stage}")
     for stage in pipeline.stages:
-        if stage.name in pipeline.needed(request):
+        if stage.name in plan.needed:
             stage.check(request, engine.get(stage.name, {}))
     _check_media(request, media)
     unused = [name for name in MEDIA if media.get(name) and name not in request.media()]
     if unused:
         raise BadRequest(f"tensor '{unused[0]}' was sent but no message part refers to it", unused[0])
+    return plan
+
+
+def _check_stages(pipeline: Pipeline, request: GenerateRequest) -> None:
+    names = [stage.name for stage in pipeline.stages]
+    for stage in request.stages:
+        if stage not in names:
+            raise BadRequest(
+                f"unknown stage '{stage}'; stages: {', '.join(names)}{nearest(stage, names)}", f"stages.{stage}"
+            )
 
 
 def _check_kinds(pipeline: Pipeline, request: GenerateRequest) -> None:
@@ -67,7 +75,9 @@ def _check_media(request: GenerateRequest, media: Mapping[str, int]) -> None:
             field = f"messages[{i}].content[{j}]"
             covered[part.type] += _check_slice(part, field, media)
             if covered[part.type] > media[part.type]:
-                raise BadRequest(f"parts of tensor '{part.type}' overlap; send what is meant twice twice", field)
+                raise BadRequest(
+                    f"parts of tensor '{part.type}' overlap; send a slice that is used twice two times", field
+                )
 
 
 def _check_slice(part: Part, field: str, media: Mapping[str, int]) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of one orchestrator, and how numbers are kept: the Triton room publishes them, tests reconcile them."""
+"""The numbers of one orchestrator, and how numbers are kept: `triton` publishes them, tests reconcile them."""
 
 from __future__ import annotations
 
@@ -92,19 +92,19 @@ class HistogramFamily:
 
 @dataclass(slots=True)
 class Player:
-    """A listener who starts at the first sound and plays each piece as soon as possible."""
+    """A listener who starts at the first audio and plays each piece as soon as possible."""
 
-    heard_s: float = 0.0
+    audio_s: float = 0.0
     last_s: float = 0.0
     ready_s: float | None = None
     longest_pause_s: float = 0.0
 
-    def hear(self, at_s: float, piece_s: float) -> None:
-        """A piece of sound came."""
+    def receive(self, at_s: float, piece_s: float) -> None:
+        """A piece of audio arrived."""
         ready_s = at_s if self.ready_s is None else self.ready_s
         self.longest_pause_s = max(self.longest_pause_s, at_s - ready_s)
         self.ready_s = max(ready_s, at_s) + piece_s
-        self.heard_s += piece_s
+        self.audio_s += piece_s
         self.last_s = at_s
 
 
@@ -114,7 +114,7 @@ class PipelineMetrics:
     def __init__(self, pipeline: Pipeline) -> None:
         self.requests = Family("omni_requests_total", "counter", "Requests that have ended", ("outcome",))
         self.cancelled = Family("omni_requests_cancelled_total", "counter", "Cancelled requests", ("reason",))
-        self.running = Family("omni_requests_running", "gauge", "Requests in work")
+        self.running = Family("omni_requests_running", "gauge", "Requests running")
         self.waiting = Family("omni_requests_waiting", "gauge", "Requests waiting for admission")
         self.queue_s = HistogramFamily("omni_queue_seconds", "Arrival to admission", _WAIT_S)
         self.request_s = HistogramFamily("omni_request_seconds", "Arrival to end", _REQUEST_S, ("outcome",))
@@ -124,8 +124,8 @@ class PipelineMetrics:
         self.gap_s = HistogramFamily("omni_output_gap_seconds", "Between two pieces of an output", _GAP_S, ("output",))
         self.pieces = Family("omni_output_pieces_total", "counter", "Responses with output", ("output",))
         self.usage = Family("omni_usage_total", "counter", "Tokens, samples, images", ("kind",))
-        self.audio_s = Family("omni_audio_seconds_total", "counter", "Seconds of sound sent")
-        self.audio_rtf = HistogramFamily("omni_audio_rtf", "Arrival to last sound, over the sound's length", _RTF)
+        self.audio_s = Family("omni_audio_seconds_total", "counter", "Seconds of audio sent")
+        self.audio_rtf = HistogramFamily("omni_audio_rtf", "Arrival to last audio, over its length", _RTF)
         self.underrun_s = HistogramFamily("omni_audio_underrun_seconds", "Longest pause a listener hears", _PAUSE_S)
         self.opened = Family("omni_stage_runs_opened_total", "counter", "Runs opened", ("stage",))
         self.runs = Family("omni_stage_runs_total", "counter", "Runs that have ended", ("stage", "outcome"))
@@ -146,7 +146,7 @@ class PipelineMetrics:
         return list(vars(self).values())
 
     def _show_zeros(self, pipeline: Pipeline) -> None:
-        """Counters that can be named before anything happened: a rate needs to see them start."""
+        """Counters whose labels are known from the start: a rate needs to see them start."""
         for outcome in ("completed", "cancelled"):
             self.requests.add(0, outcome)
         for reason in ("abort", "client_gone"):
@@ -160,7 +160,7 @@ class PipelineMetrics:
                 self.runs.add(0, stage.name, outcome)
         edges = [(e.source, e.target) for e in pipeline.edges]
         for ends in edges + [(o.stage, CLIENT) for o in pipeline.outputs]:
-            self.brought(*ends, Transfer())
+            self.edge_ended(*ends, Transfer())
 
     def ended(self, outcome: str, total_s: float, usage: dict[str, float]) -> None:
         """Count one end."""
@@ -169,9 +169,9 @@ class PipelineMetrics:
         for name, count in usage.items():
             self.usage.add(count, name)
 
-    def heard(self, player: Player, arrived_s: float) -> None:
-        """Count what a listener got of a request that completed with sound."""
-        self.audio_rtf.at().observe((player.last_s - arrived_s) / player.heard_s)
+    def played(self, player: Player, arrived_s: float) -> None:
+        """Count what a listener got of a request that completed with audio."""
+        self.audio_rtf.at().observe((player.last_s - arrived_s) / player.audio_s)
         self.underrun_s.at().observe(player.longest_pause_s)
 
     def run_ended(self, stage: str, lost: bool, stats: RunStats | None) -> None:
@@ -184,10 +184,10 @@ class PipelineMetrics:
         if stats.first_s is not None:
             self.run_first_s.at(stage).observe(stats.first_s)
         for source, transfer in stats.edges.items():
-            self.brought(source, stage, transfer)
+            self.edge_ended(source, stage, transfer)
 
-    def brought(self, source: str, target: str, transfer: Transfer) -> None:
-        """Count what one edge brought a run, or the client; who waits for a client is not known."""
+    def edge_ended(self, source: str, target: str, transfer: Transfer) -> None:
+        """Count what one edge delivered to a run, or to the client, whose waiting time is not known."""
         self.edge_chunks.add(transfer.chunks, source, target)
         self.edge_bytes.add(transfer.nbytes, source, target)
         self.edge_transfer_s.add(transfer.transfer_s, source, target)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
-from typing import Any
 
 from triton_omni.backends.config.schema import OrchestratorDeploy
 from triton_omni.backends.control.hub import Peer
@@ -18,25 +18,23 @@ from triton_omni.backends.core.errors import BadRequest, DeadlineExceeded
 from triton_omni.backends.core.generate import GenerateRequest
 from triton_omni.backends.core.outputs import JOIN, OutputPiece
 from triton_omni.backends.core.request import EndRequest, Outcome, RequestEvent, RequestMachine
+from triton_omni.backends.core.responses import Event, RequestStatus, Response, ResponseStream
 from triton_omni.backends.orchestrator.metrics import Player
 from triton_omni.backends.orchestrator.output_window import OutputWindow
-from triton_omni.backends.orchestrator.ports import Response, ResponseSink
-from triton_omni.backends.wire import Event, RequestStatus
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A request as Triton's side hands it over.
+    """A request as it came from Triton.
 
-    inputs       its media tensors, opaque to the orchestrator
+    media        its media tensors by name
     is_operator  it came with the operator's key
     """
 
-    front: ResponseSink
+    responses: ResponseStream
     request_id: str
     request: GenerateRequest
-    media: dict[str, int]
-    inputs: Any
+    media: Mapping[str, Tensor]
     traceparent: str = ""
     is_short_form: bool = False
     is_operator: bool = False
@@ -102,24 +100,44 @@ class Collected:
         return tuple(joined)
 
 
+class HandleState(Enum):
+    """What has become of the opener's handle of a run."""
+
+    OPENING = "opening"  # the opener has not answered yet
+    OPEN = "open"
+    CLOSE_LATER = "close later"  # the run has ended: the handle is closed when the opener brings it
+    ABANDON_LATER = "abandon later"  # its worker died: the handle is abandoned when the opener brings it
+    GONE = "gone"  # closed or abandoned, or there will be none
+
+
+_LATER = (HandleState.CLOSE_LATER, HandleState.ABANDON_LATER)
+
+
 @dataclass(eq=False, slots=True)
 class StageRun:
-    """One run of a request, from its Open on.
+    """One run of a request, from its OpenMessage on.
 
-    peer        link to its worker; to its stub until the worker has accepted
-    address     where the worker that accepted listens
-    accepted_s  when the run was known to be in a worker
-    handle      the opener's, from "opened" until it is put away
-    closing     set while a run that has ended waits for its handle: True if its worker died
-    stats       what its worker measured, once it has ended
+    stub         link to its stub, as soon as the stub has received it
+    worker       link to its worker, once the worker has accepted it
+    address      where that worker listens
+    accepted_s   when the run was known to be in a worker
+    worker_died  the stub says so
+    stats        what its worker measured, once it has ended
     """
 
-    peer: Peer | None = None
+    stub: Peer | None = None
+    worker: Peer | None = None
     address: str = ""
     accepted_s: float | None = None
-    handle: Any = None
-    closing: bool | None = None
+    handle: object = None
+    handle_state: HandleState = HandleState.OPENING
+    worker_died: bool = False
     stats: RunStats | None = None
+
+    @property
+    def peer(self) -> Peer | None:
+        """The link that reports the run's end, or its loss."""
+        return self.worker or self.stub
 
 
 @dataclass(eq=False, slots=True)
@@ -131,45 +149,42 @@ class Sent:
     transfer: Transfer = field(default_factory=Transfer)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class RequestState:
-    """One request from arrival to Done.
+    """One request from its arrival until it is forgotten.
 
     run        names this attempt in all processes
+    encoded    the request as stages get it
     runs       by stage, of the stages that were opened
     sent       by output
-    token      what an abort must bring; `token_sent` once an event has carried it
     window     how far a stream may be ahead of its client; None for one joined answer
     deferred   outputs and ends of runs that wait for the client, with their bytes
     blocked_s  since when they wait without an acknowledgment
-    delivered  usage counts of what was sent, for a request that is cut short
+    delivered  usage counts of what was sent, for a request that ends early
     end        set once, with `ended_s`
+    token      what an abort must bring; `token_sent` once an event has carried it
     """
 
     run: bytes
     arrival: Arrival
+    encoded: bytes
     machine: RequestMachine
     limits: RequestDeadlines
     arrived_s: float
     admitted_s: float | None = None
     ended_s: float | None = None
-    heard_s: float = 0.0
+    last_activity_s: float = 0.0
     runs: dict[str, StageRun] = field(default_factory=dict[str, StageRun])
     sent: dict[str, Sent] = field(default_factory=dict[str, Sent])
     collected: Collected | None = None
-    token: str = field(default_factory=partial(secrets.token_hex, 8))
-    token_sent: bool = False
     window: OutputWindow | None = None
-    deferred: deque[tuple[RequestEvent, int]] = field(default_factory=deque[tuple[RequestEvent, int]])
+    deferred: deque[tuple[RequestEvent, int | None]] = field(default_factory=deque[tuple[RequestEvent, int | None]])
     blocked_s: float | None = None
     delivered: dict[str, float] = field(default_factory=dict[str, float])
     player: Player = field(default_factory=Player)
     end: EndRequest | None = None
-
-    def take_token(self) -> str:
-        """The token for the request's first event; empty for later ones."""
-        is_first, self.token_sent = not self.token_sent, True
-        return self.token if is_first else ""
+    token: str = field(default_factory=partial(secrets.token_hex, 8))
+    token_sent: bool = False
 
     def count(self, piece: OutputPiece) -> None:
         """Add a piece that is sent to what was delivered."""
@@ -179,6 +194,11 @@ class RequestState:
     def has_room(self, nbytes: int) -> bool:
         """True if a response of `nbytes` may be sent, or would be dropped because the request has ended."""
         return self.window is None or self.machine.outcome is not None or self.window.has_room(nbytes)
+
+    def take_token(self) -> str:
+        """The token for the request's first event; empty for later ones."""
+        is_first, self.token_sent = not self.token_sent, True
+        return self.token if is_first else ""
 
     def mark_sent(self, nbytes: int = 0, playback_s: float = 0.0) -> str:
         """Count a response; returns the token that its reader has to send back, or "" if none is needed."""
@@ -199,7 +219,7 @@ class RequestState:
             where = f"first output of {self.stuck_at}"
         else:
             limit = limits.optional_s if self.machine.only_optional_left else limits.stall_s
-            passed, where = now_s - self.heard_s, self.silent_at
+            passed, where = now_s - self.last_activity_s, self.silent_at
         if limit and passed > limit:
             return DeadlineExceeded(f"nothing for {passed:.1f} s (limit {limit:g} s)", where)
         if limits.total_s and now_s - self.arrived_s > limits.total_s:
@@ -208,9 +228,9 @@ class RequestState:
 
     @property
     def forgettable(self) -> bool:
-        """True when the machine is done and all handles are put away."""
+        """True when the machine is done and no handle is expected."""
         over = self.machine.outcome is not None and not self.machine.open_runs
-        return over and all(run.closing is None for run in self.runs.values())
+        return over and not any(run.handle_state in _LATER for run in self.runs.values())
 
     @property
     def phase(self) -> str:
@@ -234,7 +254,7 @@ class RequestState:
 
     @property
     def stuck_at(self) -> str:
-        """The stage that the request waits for: the first of the chain that has not ended."""
+        """The stage that the request waits for: the first producer that has not ended."""
         producers_first = reversed(list(self.machine.runs))
         return next((s for s in producers_first if s in self.machine.open_runs), self.machine.final_output)
 
@@ -246,10 +266,10 @@ class RequestState:
         return f"{stage}->{min(waiting)}" if waiting else f"stall of {stage}"
 
     def usage(self, end: EndRequest) -> dict[str, float]:
-        """What the stages counted; of a request cut short, what was delivered of the outputs still in work."""
+        """What the stages counted; of a request that ends early also what running stages have delivered."""
         return dict(end.usage) if end.outcome is Outcome.COMPLETED else self.delivered | end.usage
 
-    def end_piece(self, end: EndRequest, now_s: float) -> Response:
+    def last_response(self, end: EndRequest, now_s: float) -> Response:
         """The last response, with the whole output if the client does not stream."""
         timings = {f"first_{name}_s": sent.first_s - self.arrived_s for name, sent in self.sent.items()}
         timings["queue_s"] = (self.admitted_s if self.admitted_s is not None else now_s) - self.arrived_s
@@ -258,9 +278,9 @@ class RequestState:
         event = Event(
             "end",
             self.arrival.request_id,
-            end.output,
-            end.stage,
-            sum(self.machine.emitted.values()),
+            output=end.output,
+            stage=end.stage,
+            index=sum(self.machine.emitted.values()),
             joined={} if collected is None else collected.joined_pieces(),
             counts={} if collected is None else {output: len(pieces) for output, pieces in collected.pieces.items()},
             missing=end.missing,

@@ -46,7 +46,7 @@ def _write_stage(traces: Traces, live: RequestState, root: Any, stage: str, acce
 
 
 def _edges(stats: RunStats | None) -> dict[str, Any]:
-    """What each edge brought, in all."""
+    """What each edge delivered, in all."""
     return {
         f"omni.edge.{source}.{name}": value
         for source, transfer in (stats.edges if stats is not None else {}).items()

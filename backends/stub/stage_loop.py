@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from triton_omni.backends.config.schema import StageDeploy
 from triton_omni.backends.connectors.base import PeerLost
@@ -32,6 +32,8 @@ from triton_omni.backends.core.errors import (
     Unavailable,
     describe,
 )
+from triton_omni.backends.core.pipeline import Stage
+from triton_omni.backends.core.responses import Event, Response, ResponseStream
 from triton_omni.backends.stub.worker_process import WorkerProcess
 
 log = logging.getLogger("triton_omni.stage")
@@ -47,31 +49,6 @@ _NOT_READY: dict[State, str] = {
 }
 
 
-class Caller(Protocol):
-    """Sends the responses of one Triton request. Methods never block; responses leave in call order."""
-
-    def acknowledge(self) -> None:
-        """Send the empty first response that an orchestrator waits for."""
-        ...
-
-    def publish(self) -> None:
-        """Bring the server's metrics up to date; only before the call's end is sent."""
-        ...
-
-    def watch(self, gone: Callable[[], None]) -> None:
-        """Call `gone`, from another thread, when the client has cancelled or disconnected."""
-        ...
-
-    def send(self, output: str, index: int, chunk: Chunk, failed: Callable[[], None], sent: Callable[[], None]) -> None:
-        """Send one piece of a direct call's output. `sent` is always called, `failed` before it on an error, both
-        from another thread."""
-        ...
-
-    def end(self, end: msg.FinishedMessage | msg.FailedMessage | None, pieces: int, sent: Callable[[], None]) -> None:
-        """Send the last response with FINAL; None: FINAL alone. `sent` is always called, from another thread."""
-        ...
-
-
 @dataclass(eq=False, slots=True)
 class StageCall:
     """One Triton request of this stage.
@@ -83,7 +60,7 @@ class StageCall:
     pieces    output → number of responses sent
     """
 
-    caller: Caller
+    responses: ResponseStream
     message: msg.OpenMessage
     inputs: Chunk | None = None
     reply: Peer | None = None
@@ -98,7 +75,7 @@ class StageLoop:
     def __init__(
         self,
         *,
-        stage: str,
+        stage: Stage,
         deploy: StageDeploy,
         worker_process: WorkerProcess,
         hub: Hub,
@@ -106,7 +83,8 @@ class StageLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_ping` is called with each PingMessage of the worker."""
-        self.stage = stage
+        self.stage = stage.name
+        self._output_tensors = {spec.name for spec in stage.outputs}
         self.hub = hub
         self.worker_process = worker_process
         self.start_decided = False
@@ -128,7 +106,7 @@ class StageLoop:
         return self.worker_process.state if self._stopped_since_s is None else "stuck"
 
     def submit(self, call: StageCall) -> None:
-        """Queue a call for the loop; it is always answered through its caller."""
+        """Queue a call for the loop; it is always answered through its `responses`."""
         self.hub.post(partial(self._try_receive, call))
 
     def start(self) -> None:
@@ -159,7 +137,7 @@ class StageLoop:
         now = self._clock()
         if now >= self._next_publish and (call := next((c for c in self._calls.values() if not c.ended), None)):
             self._next_publish = now + PUBLISH_S
-            call.caller.publish()
+            call.responses.publish()
 
     # --- calls -----------------------------------------------------------------------------------------------------
     def _on_gone(self, call: StageCall) -> None:
@@ -177,7 +155,7 @@ class StageLoop:
         except Exception as error:  # loop boundary: the caller must be answered
             if not isinstance(error, OmniError):
                 log.exception("request %s could not be received", call.message.request_id)
-            call.caller.end(msg.FailedMessage(call.message.run, ErrorInfo.of(error, self.stage)), 0, lambda: None)
+            call.responses.end(ErrorInfo.of(error, self.stage).error())
 
     def _receive(self, call: StageCall) -> None:
         run = call.message.run
@@ -192,9 +170,9 @@ class StageLoop:
                 log.warning("request %s: its orchestrator is gone", call.message.request_id)
                 return  # no one waits for an answer, and a response to a dead orchestrator would block forever
             call.reply.send(msg.ReceivedMessage(run))  # first: from the acknowledgement on, our death must be noticed
-            call.caller.acknowledge()
+            call.responses.acknowledge()
         else:
-            call.caller.watch(self._posting(self._on_gone, call))
+            call.responses.watch(self._posting(self._on_gone, call))
         self._calls[run] = call
         self._waiting.append(call)
 
@@ -226,9 +204,10 @@ class StageLoop:
             return None
         return Unavailable(_NOT_READY.get(self.state, "the stage is not ready"), self.stage)
 
-    def _fail(self, call: StageCall, error: OmniError) -> None:
+    def _fail(self, call: StageCall, error: OmniError, worker_died: bool = False) -> None:
         """End a call whose run is not with a worker."""
-        self._close(call, msg.FailedMessage(call.message.run, ErrorInfo.of(error, self.stage)), None)
+        info = ErrorInfo.of(error, self.stage)
+        self._close(call, msg.FailedMessage(call.message.run, info, worker_died=worker_died), None)
 
     def _close(self, call: StageCall, end: msg.FinishedMessage | msg.FailedMessage, worker: Peer | None) -> None:
         """Close the Triton response stream of a call. `worker`: has the run, and sends its end when released."""
@@ -236,13 +215,13 @@ class StageLoop:
         closed = partial(self._on_closed, call, end, worker)
         orchestrator_lost = isinstance(end, msg.FailedMessage) and end.reply_lost
         if call.reply is None:
-            call.caller.end(end, sum(call.pieces.values()), self._posting(closed))
+            call.responses.end(self._last(call, end), self._posting(closed))
         elif orchestrator_lost or call.reply.lost:
             call.reply = None  # no end may be sent without a FINAL
             closed()  # a response to a dead orchestrator would block forever
         else:
             # FINAL alone: through Triton an error that is not a stream's first response can get lost (decision 0001)
-            call.caller.end(None, 0, self._posting(closed))
+            call.responses.end(None, self._posting(closed))
 
     def _on_closed(self, call: StageCall, end: msg.FinishedMessage | msg.FailedMessage, worker: Peer | None) -> None:
         """The response stream is closed, so the end may be sent: by the worker that has the run, or else by us."""
@@ -252,7 +231,7 @@ class StageLoop:
             if worker.send(msg.ReleaseMessage(run)):
                 return
             # it died after it had sent us the end, perhaps before it sent it to the orchestrator
-            end = msg.FailedMessage(run, ErrorInfo.of(self._death(), self.stage))
+            end = msg.FailedMessage(run, ErrorInfo.of(self._death(), self.stage), worker_died=True)
         if call.reply is not None:
             call.reply.send(end)
 
@@ -283,8 +262,28 @@ class StageLoop:
         output = chunk.edge.removeprefix(msg.OUTPUT_PREFIX)
         index = call.pieces.get(output, 0)
         call.pieces[output] = index + 1
+        piece, request_id = chunk.piece, call.message.request_id
+        kind = piece.kind if output and piece is not None else "chunk"
+        event = Event(kind, request_id, output=output, stage=self.stage, index=index, piece=piece)
+        tensors = tuple(tensor for tensor in chunk.tensors if tensor.name in self._output_tensors)
+        failed = self._posting(self._on_gone, call)
         sent = self._posting(worker.release, chunk)  # by then the worker may have been restarted
-        call.caller.send(output, index, chunk, self._posting(self._on_gone, call), sent)
+        call.responses.send(Response(event, tensors), lambda error: failed(), sent)
+
+    def _last(self, call: StageCall, end: msg.FinishedMessage | msg.FailedMessage) -> Response | OmniError:
+        """The last response of a direct call."""
+        if isinstance(end, msg.FailedMessage):
+            return end.error.error()
+        event = Event(
+            "end",
+            call.message.request_id,
+            stage=self.stage,
+            index=sum(call.pieces.values()),
+            outcome="completed",
+            finish_reason=end.reason,
+            usage=end.usage,
+        )
+        return Response(event)
 
     def _on_ping(self, ping: msg.PingMessage) -> None:
         if ping.state == "failed":
@@ -305,7 +304,7 @@ class StageLoop:
         self._waiting.clear()
         self._report_ping(msg.PingMessage())  # nothing is live, and the next worker counts from zero
         for call in [c for c in self._calls.values() if not c.ended]:
-            self._fail(call, self._death())
+            self._fail(call, self._death(), worker_died=call.accepted)
         self.fail_start("the engine worker died while loading")
         if not self.start_error:
             self.worker_process.died(self._clock())

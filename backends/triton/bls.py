@@ -3,7 +3,7 @@
 
 Rules (measured, transport.md §4-5): `exec(decoupled=True)` and a waiting `next()` in one stub can deadlock, so one
 thread does both, and `next()` is called only when the whole stream is known to be there. The iterator of a dead
-stage is buried, neither iterated nor destroyed (its destructor would wait for ever), until its stub says that it has
+stage is abandoned, neither iterated nor destroyed (its destructor would wait for ever), until its stub says that it has
 sent FINAL; a dead stub never says so.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 import triton_python_backend_utils as pb
 
 from triton_omni.backends import wire
-from triton_omni.backends.core.errors import Internal, OmniError, Unavailable, from_line
+from triton_omni.backends.core.errors import Internal, OmniError, Unavailable, describe, from_line
 from triton_omni.backends.orchestrator.ports import OpenCall
 from triton_omni.backends.triton.tensors import tensor_output
 
@@ -29,7 +29,7 @@ log = logging.getLogger("triton_omni.bls")
 
 STUCK_S = 10.0  # a call takes a millisecond; one that lasts so long waits for a stub that is dead or stopped
 KEPT_ITERATORS = 256  # drained ones are kept a while: destroying one races with Triton's own clean-up on 24.10
-GRAVEYARD_S = 3.0
+DRAIN_S = 3.0
 
 
 class BlsOpener:
@@ -38,7 +38,7 @@ class BlsOpener:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._drained: deque[Any] = deque(maxlen=KEPT_ITERATORS)
-        self._graveyard: dict[int, Any] = {}
+        self._abandoned: dict[int, Any] = {}
         self._began_s: float | None = None  # when the call under way began
         self._thread = threading.Thread(target=self._run, name="bls", daemon=True)
         self._thread.start()
@@ -48,7 +48,7 @@ class BlsOpener:
         began_s = self._began_s
         return began_s is not None and time.monotonic() - began_s > STUCK_S
 
-    def open(self, call: OpenCall, opened: Callable[[Any], None], failed: Callable[[OmniError], None]) -> None:
+    def open(self, call: OpenCall, opened: Callable[[object], None], failed: Callable[[OmniError], None]) -> None:
         def job() -> None:
             try:
                 handle = self._exec(call)
@@ -56,38 +56,38 @@ class BlsOpener:
                 failed(error)
             except pb.TritonModelException as error:  # the model is not loaded, or its stub is dead
                 failed(Unavailable(_first_line(error)))
-            except Exception as error:  # the Triton border: whatever it was, the request must hear of it
+            except Exception as error:  # the Triton border: the request must be answered
                 log.exception("a run could not be opened")
-                failed(Internal(f"{type(error).__name__}: {error}"))
+                failed(Internal(describe(error)))
             else:
                 opened(handle)
 
         self._jobs.put(job)
 
     def close(self, handle: Any) -> None:
-        self._graveyard.pop(id(handle), None)
+        self._abandoned.pop(id(handle), None)
         self._jobs.put(lambda: self._drain(handle))
 
-    def bury(self, handle: Any) -> None:
-        self._graveyard[id(handle)] = handle
+    def abandon(self, handle: Any) -> None:
+        self._abandoned[id(handle)] = handle
 
     def stop(self) -> bool:
-        """End the thread, then drain what was buried: a stage that lost only its worker has sent its FINAL since.
+        """End the thread, then drain what was abandoned: a stage that lost only its worker has sent its FINAL since.
 
         False if a call or an iterator does not end (its stub is dead); the process must then not run destructors.
         """
         self._jobs.put(None)
-        last = threading.Thread(target=self._drain_graveyard, name="bls-graveyard", daemon=True)
+        last = threading.Thread(target=self._drain_abandoned, name="bls-abandoned", daemon=True)
         last.start()
-        last.join(GRAVEYARD_S)
-        if self._graveyard:
-            log.error("%d streams of dead stages never ended", len(self._graveyard))
-        return not self._graveyard and not self._thread.is_alive()
+        last.join(DRAIN_S)
+        if self._abandoned:
+            log.error("%d streams of dead stages never ended", len(self._abandoned))
+        return not self._abandoned and not self._thread.is_alive()
 
     def _exec(self, call: OpenCall) -> Any:
         """Open one run; returns its iterator. The stage's stub answers on receipt."""
         inputs = [pb.Tensor(wire.OPEN, np.frombuffer(call.message, dtype=np.uint8))]
-        inputs += [tensor_output(call.inputs[name]) for name in call.tensor_names]
+        inputs += [tensor_output(tensor) for tensor in call.inputs.values()]
         request = pb.InferenceRequest(model_name=call.model, requested_output_names=[wire.EVENT], inputs=inputs)
         iterator = request.exec(decoupled=True)
         first = next(iterator)
@@ -103,11 +103,11 @@ class BlsOpener:
             pass
         self._drained.append(iterator)
 
-    def _drain_graveyard(self) -> None:
+    def _drain_abandoned(self) -> None:
         self._thread.join()
-        for key, iterator in list(self._graveyard.items()):
+        for key, iterator in list(self._abandoned.items()):
             self._drain(iterator)
-            del self._graveyard[key]
+            del self._abandoned[key]
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -81,7 +81,7 @@ class _Histograms:
 
 
 class _Page:
-    """Families of one model, brought up to date at most once a second, and always when nothing is in work."""
+    """Families of one model, edge_stats up to date at most once a second, and always when nothing is in work."""
 
     def __init__(self, families: Sequence[Family | HistogramFamily], **own: str) -> None:
         self._own = own
@@ -112,7 +112,7 @@ class OrchestratorMetrics:
         self._page.publish(self._count)
 
     def _count(self) -> bool:
-        working = [live for live in list(self._source.lives.values()) if live.machine.outcome is None]
+        working = [live for live in list(self._source.requests.values()) if live.machine.outcome is None]
         admitted = sum(live.admitted_s is not None for live in working)
         self._source.metrics.running.set(admitted)
         self._source.metrics.waiting.set(len(working) - admitted)
@@ -120,7 +120,7 @@ class OrchestratorMetrics:
 
 
 class StageMetrics:
-    """A worker's numbers, as its latest Ping brought them. A restarted worker counts from zero; the page does not."""
+    """A worker's numbers, as of its latest ping. A restarted worker counts from zero; the page does not."""
 
     def __init__(self, pipeline: str, stage: str, instance: str) -> None:
         self._counters = {
@@ -136,7 +136,7 @@ class StageMetrics:
         self._page = _Page([*self._counters.values(), self._live, self._restarts], pipeline=pipeline, stage=stage)
 
     def note(self, numbers: Mapping[str, float], live: int, restarts: int) -> None:
-        """Keep what a Ping brought."""
+        """Keep what a ping brings."""
         for key, family in self._counters.items():
             value, last = numbers.get(key, 0.0), self._last[key]
             family.add(value - last if value >= last else value)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a request and ending a call: what orchestrator and stage models have in common."""
+"""Reading a request and answering it: what orchestrator and stage models have in common."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import triton_python_backend_utils as pb
 
 from triton_omni.backends import wire
-from triton_omni.backends.core.chunk import Tensor
-from triton_omni.backends.core.errors import BadRequest, Internal, OmniError, Unavailable
+from triton_omni.backends.core.errors import BadRequest, Internal, OmniError, Unavailable, describe
 from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.responses import Response
 from triton_omni.backends.triton import tensors
-from triton_omni.backends.triton.senders import CancelWatch
+from triton_omni.backends.triton.senders import CancelWatch, Senders
 
 log = logging.getLogger("triton_omni.triton")
 
@@ -35,7 +35,9 @@ def read_request(request: Any, max_bytes: int, optional: bool = False) -> Genera
         raise BadRequest(f"exactly one of the inputs '{wire.REQUEST}' and '{wire.TEXT_INPUT}' is needed", wire.REQUEST)
     given = text if text is not None else short or ""
     if len(given.encode()) > max_bytes:
-        raise BadRequest(f"the request may have {max_bytes} bytes", wire.REQUEST if short is None else wire.TEXT_INPUT)
+        raise BadRequest(
+            f"request must be at most {max_bytes} bytes", wire.REQUEST if short is None else wire.TEXT_INPUT
+        )
     extra = tensors.parameters(request)
     if text is None:
         return wire.short_form(given, extra, bool(stream))
@@ -45,13 +47,13 @@ def read_request(request: Any, max_bytes: int, optional: bool = False) -> Genera
     return decoded
 
 
-def event_response(event: wire.Event, carried: Iterable[Tensor] = ()) -> Any:
-    """A Triton response with an event and what it carries."""
-    outputs = [tensors.text_output(wire.EVENT, wire.encode_event(event))]
-    text = wire.text_of(event)
+def event_response(response: Response) -> Any:
+    """A Triton response with an event, its text and its tensors."""
+    outputs = [tensors.text_output(wire.EVENT, wire.encode_event(response.event))]
+    text = wire.text_of(response.event)
     if text is not None:
         outputs.append(tensors.text_output(wire.TEXT_OUTPUT, text))
-    outputs += [tensors.tensor_output(tensor) for tensor in carried]
+    outputs += [tensors.tensor_output(tensor) for tensor in response.tensors]
     return pb.InferenceResponse(outputs)
 
 
@@ -67,19 +69,63 @@ def error_response(error: OmniError) -> Any:
     return pb.InferenceResponse(error=pb.TritonError(error.line(), codes.get(error.code, pb.TritonError.INTERNAL)))
 
 
-def send_last(sender: Any, watch: CancelWatch, publish: Callable[[], None], build: Callable[[], Any]) -> None:
-    """End a call with one FINAL, whatever goes wrong on the way. `build` returns the response; None: FINAL alone."""
-    watch.forget(sender)  # must come before FINAL, see CancelWatch
-    try:
-        publish()
-    except Exception:  # the Triton border: numbers must not cost a client its end
-        log.exception("metrics could not be published")
-    try:
-        response = build()
-    except Exception as error:  # the Triton border: a response that cannot be made is an error, not silence
-        log.exception("a last response could not be made")
-        response = error_response(Internal(f"{type(error).__name__}: {error}"))
-    if response is None:
-        sender.send(flags=FINAL)
-    else:
-        sender.send(response, flags=FINAL)
+class TritonResponseStream:
+    """core.responses.ResponseStream over one Triton request. One sender thread sends its responses in order."""
+
+    def __init__(self, request: Any, senders: Senders, watch: CancelWatch, publish: Callable[[], None]) -> None:
+        """`publish` brings the metrics up to date before the last response."""
+        self._sender = request.get_response_sender()
+        self._queue = senders.queue()
+        self._watch = watch
+        self._publish = publish
+
+    def watch(self, gone: Callable[[], None]) -> None:
+        self._watch.watch(self._sender, gone)
+
+    def acknowledge(self) -> None:
+        self._queue(lambda: self._sender.send(pb.InferenceResponse([])))
+
+    def send(
+        self, response: Response, failed: Callable[[OmniError], None], sent: Callable[[], None] | None = None
+    ) -> None:
+        def job() -> None:
+            try:
+                self._sender.send(event_response(response))
+            except Exception as error:  # the Triton border: a response that cannot be sent ends its call
+                log.exception("a response could not be sent")
+                failed(Internal(describe(error)))
+            finally:
+                if sent is not None:
+                    sent()
+
+        self._queue(job)
+
+    def publish(self) -> None:
+        self._queue(self._publish)
+
+    def end(self, last: Response | OmniError | None, sent: Callable[[], None] | None = None) -> None:
+        def job() -> None:
+            try:
+                self._end(last)
+            finally:
+                if sent is not None:
+                    sent()
+
+        self._queue(job)
+
+    def _end(self, last: Response | OmniError | None) -> None:
+        """Send one FINAL, whatever goes wrong on the way."""
+        self._watch.forget(self._sender)  # must come before FINAL, see CancelWatch
+        try:
+            self._publish()
+        except Exception:  # the Triton border: an error in metrics must not cost a client its end
+            log.exception("metrics could not be published")
+        if last is None:
+            self._sender.send(flags=FINAL)
+            return
+        try:
+            response = error_response(last) if isinstance(last, OmniError) else event_response(last)
+        except Exception as error:  # the Triton border: a response that cannot be made is an error
+            log.exception("a last response could not be made")
+            response = error_response(Internal(describe(error)))
+        self._sender.send(response, flags=FINAL)

@@ -20,7 +20,7 @@ log = logging.getLogger("triton_omni.triton")
 THREADS = 4
 POLL_S = 0.02  # a client's departure is seen within this; a poll costs 50-70 us per call (transport.md §2)
 
-CROWD = 100
+MANY_CALLS = 100
 
 Job = Callable[[], None]
 
@@ -34,7 +34,7 @@ class Senders:
         for i, jobs in enumerate(self._queues):
             threading.Thread(target=_work, args=(jobs,), name=f"sender-{i}", daemon=True).start()
 
-    def lane(self) -> Callable[[Job], None]:
+    def queue(self) -> Callable[[Job], None]:
         """A way to hand over jobs that run one after the other."""
         return next(self._next).put
 
@@ -89,7 +89,7 @@ class CancelWatch:
                 except Exception:  # the Triton border: one call's trouble must not end the watch over others
                     log.exception("a call could not be asked for its cancellation")
                     self.forget(sender)
-            if len(senders) > CROWD:
+            if len(senders) > MANY_CALLS:
                 time.sleep(POLL_S)  # keeps the share of a core bounded when very many calls are open
 
     def _poll(self, sender: Any) -> Callable[[], None] | None:

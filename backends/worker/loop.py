@@ -178,19 +178,19 @@ class Worker:
             self._queue(record, source, peer, chunk)
 
     def _queue(self, record: Record, source: Source, peer: Peer, chunk: Chunk) -> None:
-        brought = source.brought
-        if chunk.index != brought.chunks:
+        edge_stats = source.edge_stats
+        if chunk.index != edge_stats.chunks:
             peer.release(chunk)
             where = f"{chunk.edge}->{self.stage.name}"
-            self._fail(record, StageFailed(f"chunk {chunk.index} came instead of {brought.chunks}", where))
+            self._fail(record, StageFailed(f"chunk {chunk.index} came instead of {edge_stats.chunks}", where))
             return
-        record.heard_at = now_s = self._clock()
+        record.active_at = now_s = self._clock()
         source.peer = peer
         source.is_open = not chunk.last
-        brought.chunks += 1
-        brought.nbytes += chunk.nbytes
+        edge_stats.chunks += 1
+        edge_stats.nbytes += chunk.nbytes
         if chunk.sent_s:
-            brought.transfer_s += now_s - chunk.sent_s
+            edge_stats.transfer_s += now_s - chunk.sent_s
         try:
             inputs = self._adapters[chunk.edge](chunk)
         except Exception as error:  # an adapter sees what another process sent; it must not take the loop along
@@ -205,7 +205,7 @@ class Worker:
 
     def _on_stop(self, run: bytes, consumer: str) -> None:
         record = self.records.get(run)
-        if record is None or record.told:
+        if record is None or record.end_sent:
             return
         if consumer:
             self._drop_sink(record, consumer)
@@ -220,14 +220,14 @@ class Worker:
 
     def _on_release(self, run: bytes) -> None:
         record = self.records.get(run)
-        if record is None or record.ended is None or not record.told:
+        if record is None or record.ended is None or not record.end_sent:
             return
         del self.records[run]
         if not record.direct:
             record.reply.send(record.ended)
 
     def _on_lost(self, peer: Peer) -> None:
-        for record in [r for r in self.records.values() if not r.told]:
+        for record in [r for r in self.records.values() if not r.end_sent]:
             if peer is record.reply:
                 gone = ErrorInfo(Unavailable.code, "the orchestrator died", "orchestrator")
                 self._cut(record, FailedMessage(record.run.id, gone, reply_lost=True))
@@ -255,7 +255,7 @@ class Worker:
                     if not self.engine.feed(record.run, waiting.inputs, waiting.chunk.last):
                         break
                     record.inbox.popleft()
-                    waiting.source.brought.wait_s += self._clock() - waiting.came_s
+                    waiting.source.edge_stats.wait_s += self._clock() - waiting.arrived_s
                     waiting.peer.release(waiting.chunk)
             except OmniError as error:
                 self._fail(record, error)
@@ -322,8 +322,8 @@ class Worker:
             if not clear or (record.ended is not None and record.reply.connector.link.backlog_packets):
                 continue
             del self._unsettled[record]
-            if record.ended is not None and not record.told:
-                record.told = True
+            if record.ended is not None and not record.end_sent:
+                record.end_sent = True
                 if not self._live:
                     record.stub.send(self._ping())  # the stub publishes numbers with the last end it hears of
                 record.stub.send(record.ended)
@@ -343,7 +343,7 @@ class Worker:
     # --- ends ----------------------------------------------------------------------------------------------------
     def _fail(self, record: Record, error: OmniError, engine_has_it: bool = True) -> None:
         """End one run with an error, and tell its consumers why nothing more will come."""
-        if record.told:
+        if record.end_sent:
             return
         info = ErrorInfo.of(error, self.stage.name)
         if record.direct:  # else the orchestrator logs the request's failure, once
@@ -375,7 +375,7 @@ class Worker:
         if self.stub is not None:
             self.stub.send(self._ping())
         for record in list(self.records.values()):
-            silent = now - max(record.heard_at, record.opened_at)
+            silent = now - max(record.active_at, record.opened_at)
             if record.stall_s and record.open and not record.inbox and record.ended is None and silent > record.stall_s:
                 edge = f"{min(record.open)}->{self.stage.name}"
                 self._fail(record, DeadlineExceeded(f"no chunk for {silent:.1f} s", edge))

@@ -49,11 +49,11 @@ class Sink:
 
 @dataclass(eq=False, slots=True)
 class Source:
-    """An upstream stage of one run: its link, known from its first chunk on, and what it brought so far."""
+    """An upstream stage of one run: its link, known from its first chunk on, and what it has delivered."""
 
     peer: Peer | None = None
     is_open: bool = True
-    brought: Transfer = field(default_factory=Transfer)
+    edge_stats: Transfer = field(default_factory=Transfer)
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Waiting:
     peer: Peer
     chunk: Chunk
     inputs: Any
-    came_s: float
+    arrived_s: float
 
 
 @dataclass(eq=False, slots=True)
@@ -75,7 +75,7 @@ class Record:
     sinks     consumer stage or "@output" → where its chunks go
     sources   by upstream stage
     first_at  when the engine's first chunk or output came
-    ended     set once: the run's end, told to the stub first and to `reply` when the stub released it
+    ended     set once: the run's end; sent to the stub first (`end_sent`), and to `reply` when the stub has released it
     """
 
     run: Run
@@ -85,11 +85,11 @@ class Record:
     sources: dict[str, Source]
     stall_s: float
     opened_at: float
-    heard_at: float = 0.0
+    active_at: float = 0.0
     inbox: deque[Waiting] = field(default_factory=deque[Waiting])
     first_at: float | None = None
     ended: FinishedMessage | FailedMessage | None = None
-    told: bool = False
+    end_sent: bool = False
 
     @property
     def direct(self) -> bool:
@@ -104,7 +104,7 @@ class Record:
     def stats(self, outcome: str, now_s: float) -> RunStats:
         """The run in numbers, at its end."""
         first_s = None if self.first_at is None else self.first_at - self.opened_at
-        edges = {stage: source.brought for stage, source in self.sources.items() if source.brought.chunks}
+        edges = {stage: source.edge_stats for stage, source in self.sources.items() if source.edge_stats.chunks}
         return RunStats(outcome, now_s - self.opened_at, first_s, edges)
 
     def release_inputs(self) -> None:

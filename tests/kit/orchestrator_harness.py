@@ -22,17 +22,19 @@ from triton_omni.backends.core.errors import OmniError
 from triton_omni.backends.core.generate import GenerateRequest, Message
 from triton_omni.backends.core.outputs import OutputPiece
 from triton_omni.backends.core.pipeline import Pipeline
+from triton_omni.backends.core.responses import PipelineStatus, Response
 from triton_omni.backends.orchestrator.driver import Orchestrator
-from triton_omni.backends.orchestrator.ports import OpenCall, Response
+from triton_omni.backends.orchestrator.ports import OpenCall
 from triton_omni.backends.orchestrator.request_state import Arrival
 from triton_omni.backends.wire import Event, StageStatus, text_of
 
 
 class Client:
-    """A front: what a client saw. `reads` False keeps the responses in Triton, so to say."""
+    """A response stream: what a client saw. `reads` False keeps the responses in Triton, so to say."""
 
-    def __init__(self) -> None:
-        self.run = b""
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self._orchestrator = orchestrator
+        self._run = b""
         self.pieces: list[Response] = []
         self.ended: Response | None = None
         self.failed: OmniError | None = None
@@ -40,10 +42,24 @@ class Client:
         self.published = 0
         self._unread: list[Callable[[], None]] = []
 
-    def bind(self, run: bytes) -> None:
-        self.run = run
+    @property
+    def run(self) -> bytes:
+        """The run of the call's request; it must be asked for while the request is not forgotten."""
+        for state in self._orchestrator.requests.values():
+            if state.arrival.responses is self:
+                self._run = state.run
+        return self._run
 
-    def send(self, piece: Response, sent: Callable[[], None] | None) -> None:
+    def watch(self, gone: Callable[[], None]) -> None:
+        self.gone = gone
+
+    def acknowledge(self) -> None:
+        raise AssertionError("only stages acknowledge")
+
+    def send(
+        self, piece: Response, failed: Callable[[OmniError], None], sent: Callable[[], None] | None = None
+    ) -> None:
+        self.send_fails = failed
         assert not self.over, "a response after the end"
         self.pieces.append(piece)
         if sent is not None:
@@ -55,13 +71,13 @@ class Client:
         assert not self.over, "metrics beside no open request"
         self.published += 1
 
-    def end(self, piece: Response) -> None:
+    def end(self, last: Response | OmniError | None, sent: Callable[[], None] | None = None) -> None:
         assert not self.over, "two ends"
-        self.ended = piece
-
-    def fail(self, error: OmniError) -> None:
-        assert not self.over, "two ends"
-        self.failed = error
+        if isinstance(last, OmniError):
+            self.failed = last
+        else:
+            assert last is not None, "an orchestrator's last response says how the request ended"
+            self.ended = last
 
     def read(self) -> None:
         """Take what waits."""
@@ -82,14 +98,14 @@ class Client:
 
 
 class FakeOpener:
-    """Collects open calls; the test answers them. Every handle must be closed once, or buried and
+    """Collects open calls; the test answers them. Every handle must be closed once, or abandoned and
     perhaps closed later."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[OpenCall, Callable[[Any], None], Callable[[OmniError], None]]] = []
         self.handles: list[str] = []
         self.closed: list[str] = []
-        self.buried: list[str] = []
+        self.abandoned: list[str] = []
         self.stuck = False
 
     def open(self, call: OpenCall, opened: Callable[[Any], None], failed: Callable[[OmniError], None]) -> None:
@@ -97,16 +113,16 @@ class FakeOpener:
 
     def close(self, handle: Any) -> None:
         assert handle not in self.closed
-        if handle in self.buried:
-            self.buried.remove(handle)
+        if handle in self.abandoned:
+            self.abandoned.remove(handle)
         self.closed.append(handle)
 
-    def bury(self, handle: Any) -> None:
-        assert handle not in self.closed + self.buried
-        self.buried.append(handle)
+    def abandon(self, handle: Any) -> None:
+        assert handle not in self.closed + self.abandoned
+        self.abandoned.append(handle)
 
     def check(self) -> None:
-        assert sorted(self.closed + self.buried) == sorted(self.handles)
+        assert sorted(self.closed + self.abandoned) == sorted(self.handles)
 
 
 class ScriptedStage:
@@ -149,19 +165,38 @@ class Scene:
         self.opener = FakeOpener()
         self.states = {stage.name: StageStatus(state="ready") for stage in pipeline.stages}
         self.hub = Hub(f"{pipeline.name}/", folder / "orchestrator.sock")
-        self.orchestrator = Orchestrator(pipeline, deploy, self.hub, self.opener, lambda: self.states, self.clock)
+        self.orchestrator = Orchestrator(
+            pipeline=pipeline,
+            deploy=deploy,
+            hub=self.hub,
+            opener=self.opener,
+            stage_states=lambda: self.states,
+            clock=self.clock,
+        )
         self.stages = {s.name: ScriptedStage(folder, pipeline, s.name) for s in pipeline.stages}
 
     def ask(
         self, request: GenerateRequest | None = None, request_id: str = "req", is_operator: bool = True, **media: int
     ) -> Client:
-        client = Client()
-        tensors = {name: object() for name in media}
+        client = Client(self.orchestrator)
+        tensors = {name: Tensor.of(name, np.zeros(count, np.uint8)) for name, count in media.items()}
         self.orchestrator.submit(
-            Arrival(client, request_id, request or chat(), media, tensors, is_operator=is_operator)
+            Arrival(
+                responses=client,
+                request_id=request_id,
+                request=request or chat(),
+                media=tensors,
+                is_operator=is_operator,
+            )
         )
         self.turn()
+        _ = client.run
         return client
+
+    def health(self) -> PipelineStatus:
+        status = self.ask(GenerateRequest(operation="health")).ended.event.status
+        assert status is not None
+        return status
 
     def turn(self, count: int = 2) -> None:
         for _ in range(count):
@@ -219,10 +254,10 @@ class Scene:
         link.send(msg.FinishedMessage(run, reason, usage))
         self.turn()
 
-    def fail(self, stage: str, run: bytes, error: OmniError) -> None:
+    def fail(self, stage: str, run: bytes, error: OmniError, worker_died: bool = False) -> None:
         link = self.stages[stage].link
         assert link is not None
-        link.send(msg.FailedMessage(run, msg.ErrorInfo.of(error, stage)))
+        link.send(msg.FailedMessage(run, msg.ErrorInfo.of(error, stage), worker_died=worker_died))
         self.turn()
 
     def kill(self, stage: str) -> None:
@@ -232,9 +267,9 @@ class Scene:
     def check_empty(self) -> None:
         """Nothing is left of any request."""
         self.until(lambda: not any(s.unreleased for s in self.stages.values()))
-        assert self.orchestrator.lives == {}
-        assert not self.orchestrator.door.admission.live
-        assert self.orchestrator.door.admission.queued == 0
+        assert self.orchestrator.requests == {}
+        assert not self.orchestrator.admission.live
+        assert self.orchestrator.admission.queued == 0
         self.opener.check()
 
     def close(self) -> None:

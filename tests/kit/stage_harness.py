@@ -17,7 +17,10 @@ from triton_omni.backends.config.schema import StageDeploy
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.control.hub import Hub, Peer
 from triton_omni.backends.core.chunk import Chunk, Tensor
+from triton_omni.backends.core.errors import OmniError
 from triton_omni.backends.core.generate import GenerateRequest, encode_request
+from triton_omni.backends.core.responses import Response
+from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 from triton_omni.backends.stub.stage_loop import StageCall, StageLoop
 from triton_omni.backends.stub.worker_process import Command, WorkerProcess
 
@@ -76,15 +79,17 @@ class Client:
     def watch(self, gone: Callable[[], None]) -> None:
         self.gone = gone
 
-    def send(self, output: str, index: int, chunk: Chunk, failed: Callable[[], None], sent: Callable[[], None]) -> None:
-        assert not self.over, "a response after FINAL"
-        self.sent.append((output, index))
+    def send(
+        self, response: Response, failed: Callable[[OmniError], None], sent: Callable[[], None] | None = None
+    ) -> None:
+        assert not self.over and sent is not None, "a response after FINAL"
+        self.sent.append((response.event.output, response.event.index))
         sent()
 
-    def end(self, end: msg.FinishedMessage | msg.FailedMessage | None, pieces: int, sent: Callable[[], None]) -> None:
+    def end(self, last: Response | OmniError | None, sent: Callable[[], None] | None = None) -> None:
         assert not self.over, "two FINALs"
-        self.sent.append(("FINAL", end))
-        self._closed.append(sent)
+        self.sent.append(("FINAL", last))
+        self._closed.append(sent or (lambda: None))
 
     def close(self) -> None:
         """FINAL has gone through Triton."""
@@ -104,7 +109,7 @@ class StageBench:
         self.hub = Hub("toy/tokens")
         self.orchestrator = Side(Hub("toy/", folder / "orchestrator.sock"))
         self.loop = StageLoop(
-            stage="tokens",
+            stage=PIPELINE.stage("tokens"),
             deploy=StageDeploy(**deploy),
             worker_process=self.worker_process,
             hub=self.hub,

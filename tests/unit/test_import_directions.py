@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "diffusion": frozenset({"child_process", "core", "telemetry"}),
     "pipelines": frozenset({"core", "config"}) | ENGINES,
     "worker": frozenset({"child_process", "core", "telemetry", "connectors", "control", "pipelines"}),
-    "orchestrator": frozenset({"core", "telemetry", "wire", "control", "config"}),
+    "orchestrator": frozenset({"core", "telemetry", "control", "config"}),
     "stub": frozenset({"core", "wire", "control", "config", "connectors"}),
     "triton": frozenset({"core", "telemetry", "wire", "control", "config", "orchestrator", "stub", "pipelines"}),
     "repository": frozenset({"core", "wire", "config", "pipelines"}),

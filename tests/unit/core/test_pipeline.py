@@ -55,7 +55,7 @@ def ask(operation="chat", modalities=(), content="hi"):
     ],
 )
 def test_only_stages_on_the_way_are_needed(request_, needed):
-    assert CHAT.needed(request_) == needed
+    assert CHAT.plan(request_).needed == needed
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_only_stages_on_the_way_are_needed(request_, needed):
 )
 def test_what_the_pipeline_cannot_do_is_named(request_, field, words):
     with pytest.raises(BadRequest, match=words) as caught:
-        CHAT.wanted(request_)
+        CHAT.plan(request_)
     assert caught.value.where == field
 
 

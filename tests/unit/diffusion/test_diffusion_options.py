@@ -169,8 +169,8 @@ def test_chat_prompt_is_the_last_user_message() -> None:
         modalities=("image",),
     )
     check(PIPELINE, chat)
-    assert PIPELINE.wanted(chat) == {"image"}
-    assert PIPELINE.needed(chat) == {STAGE}
+    assert PIPELINE.plan(chat).wanted == {"image"}
+    assert PIPELINE.plan(chat).needed == {STAGE}
     assert resolve(chat, STAGE, SMALL, ImageDefaults()).prompt == "a red 7"
 
 

@@ -26,6 +26,7 @@ from triton_omni.backends.core.outputs import AudioPiece, ImagePiece, TextPiece
 from triton_omni.backends.core.pipeline import Operation, Output
 from triton_omni.backends.orchestrator.driver import PUBLISH_S, STOP_GRACE_S
 from triton_omni.backends.orchestrator.output_window import RESPONSE_BYTES
+from triton_omni.backends.orchestrator.request_state import HandleState
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 from triton_omni.backends.wire import Progress, StageStatus, text_of
 
@@ -212,7 +213,7 @@ def test_many_requests_live_side_by_side(play):
     s.finish("tokens", first.run)
 
 
-# --- refused at the door -----------------------------------------------------------------------------------------
+# --- refused at once -----------------------------------------------------------------------------------------
 REFUSED = [
     (chat("smell"), {}, "modalities"),
     (GenerateRequest("sing"), {}, "operation"),
@@ -268,7 +269,7 @@ def test_limits_of_work_and_queue(play):
     working, waiting, later, refused = (s.ask(chat("text")) for _ in range(4))
     assert isinstance(refused.failed, TooBusy)
     assert refused.failed.retry_after_s
-    assert s.orchestrator.door.admission.queued == 2
+    assert s.orchestrator.admission.queued == 2
     for client in (working, waiting, later):
         s.accept()
         assert not client.over
@@ -302,10 +303,10 @@ def test_priority_goes_first_then_who_came_first(play):
 def test_who_leaves_the_queue_makes_room(play):
     s = play(max_live=1, max_queue=1)
     working, leaving = s.ask(chat("text")), s.ask(chat("text"))
-    s.orchestrator.client_gone(leaving.run)
+    leaving.gone()
     s.turn()
     assert leaving.ended.event.outcome == "cancelled"
-    assert s.orchestrator.door.admission.queued == 0
+    assert s.orchestrator.admission.queued == 0
     staying = s.ask(chat("text"))
     assert not staying.over
     s.accept()
@@ -486,7 +487,7 @@ def speak(s, run, index):
 
 
 def leave(s, run, *stages):
-    s.orchestrator.client_gone(run)
+    s.orchestrator.requests[run].arrival.responses.gone()
     s.turn()
     end_all(s, run, *stages)
 
@@ -561,7 +562,7 @@ def test_what_waits_for_a_client_is_given_back_when_the_request_ends(play, cause
         speak(s, run, i)
     s.finish("wave", run)
     if cause == "client":
-        s.orchestrator.client_gone(run)
+        client.gone()
     elif cause == "abort":
         abort(s, "req")
     else:
@@ -647,7 +648,7 @@ def test_pieces_sent_after_the_request_is_forgotten_are_given_back(play):
     s.turn()
     for stage in ("tokens", "frames", "wave"):
         s.finish(stage, run)
-    assert s.orchestrator.lives == {}
+    assert s.orchestrator.requests == {}
     assert s.stages["wave"].unreleased == 1
     client.read()
 
@@ -756,8 +757,8 @@ def test_a_client_that_leaves_in_any_phase(play, accepted, answered):
             s.answer(opened)
         else:
             calls.append(opened)
-    s.orchestrator.client_gone(run)
-    s.orchestrator.client_gone(run)
+    client.gone()
+    client.gone()
     s.turn()
     assert client.ended.event.outcome == "cancelled"
     if accepted < 3:  # one more is being opened: it is stopped as soon as it is accepted
@@ -771,7 +772,7 @@ def test_a_client_that_leaves_in_any_phase(play, accepted, answered):
     assert s.opener.calls == [], "nothing is opened after the end"
     end_all(s, run, *stopped)
     for opened in calls:
-        assert run in s.orchestrator.lives, "a request lives until its handles are put away"
+        assert run in s.orchestrator.requests, "a request lives until its handles are disposed of"
         s.answer(opened)
 
 
@@ -812,7 +813,7 @@ def test_a_run_refused_over_the_link_before_bls_answers(play):
     stage.reply(message.reply, msg.FailedMessage(message.run, msg.ErrorInfo("bad_request", "no", "stages.tokens.x")))
     s.turn()
     assert client.failed.where == "stages.tokens.x"
-    assert client.run in s.orchestrator.lives
+    assert client.run in s.orchestrator.requests
     handle = s.answer(opened)
     assert s.opener.closed == [handle]
 
@@ -838,7 +839,7 @@ def test_a_worker_that_dies_fails_its_requests_at_once_and_its_handle_is_buried(
     s.kill(dead)
     s.turn()
     assert client.failed.line() == f"[stage_failed:{dead}] the stage's worker died"
-    assert s.opener.buried == [handle]
+    assert s.opener.abandoned == [handle]
     assert s.orchestrator.metrics.runs.values[dead, "lost"] == 1
     for name in ORDER:
         if name != dead:
@@ -865,23 +866,23 @@ def test_a_worker_that_dies_before_bls_has_answered(play):
     s = play()
     client = s.ask(chat("text"))
     s.accept(opener_answers=False)
-    call = s.orchestrator.lives[client.run]
+    call = s.orchestrator.requests[client.run]
     s.kill("tokens")
     assert client.failed.where == "tokens"
-    assert call.runs["tokens"].closing is True
+    assert call.runs["tokens"].handle_state is HandleState.ABANDON_LATER
     s.pass_time(STOP_GRACE_S + 0.5)
 
 
 def test_a_death_that_the_stub_tells_before_bls_has_answered_leaves_nothing_buried(opening):
     s, client, accept = opening
-    message = s.orchestrator.lives[client.run]
-    handle, message.runs["tokens"].handle = message.runs["tokens"].handle, None  # BLS has not answered
+    run = s.orchestrator.requests[client.run].runs["tokens"]
+    handle, run.handle, run.handle_state = run.handle, None, HandleState.OPENING  # BLS has not answered
     accept()
     s.kill("tokens")
     s.fail("stub", client.run, StageFailed("the stage's worker died", "tokens"))
     assert client.failed.where == "tokens"
     s.orchestrator._on_opened(client.run, "tokens", handle)
-    assert (s.opener.closed, s.opener.buried) == ([handle], [])
+    assert (s.opener.closed, s.opener.abandoned) == ([handle], [])
 
 
 # --- stages that do not answer -----------------------------------------------------------------------------------
@@ -891,13 +892,13 @@ def test_a_run_that_does_not_stop_is_given_up(play):
     abort(s, "req")
     s.finish("tokens", run, "stopped")
     s.pass_time(STOP_GRACE_S - 0.5)
-    assert run in s.orchestrator.lives
+    assert run in s.orchestrator.requests
     s.pass_time(1.0)
-    assert s.orchestrator.lives == {}
-    assert len(s.opener.buried) == 2
+    assert s.orchestrator.requests == {}
+    assert len(s.opener.abandoned) == 2
     assert client.ended.event.outcome == "cancelled"
     s.finish("wave", run, "stopped")  # too late for the client, but its stream has ended
-    assert len(s.opener.buried) == 1
+    assert len(s.opener.abandoned) == 1
 
 
 def test_an_open_that_is_answered_after_it_was_given_up(play):
@@ -905,15 +906,15 @@ def test_an_open_that_is_answered_after_it_was_given_up(play):
     s = play()
     client = s.ask(chat("text"))
     message, opened, _ = s.take_call()
-    s.orchestrator.client_gone(client.run)
+    client.gone()
     s.turn()
     s.pass_time(STOP_GRACE_S + 0.5)
-    assert s.orchestrator.lives == {}
+    assert s.orchestrator.requests == {}
     stage = s.stages["tokens"]
     stage.reply(message.reply, msg.AcceptedMessage(message.run, stage.hub.address))
     handle = s.answer(opened)
     s.turn()
-    assert s.opener.buried == [handle]
+    assert s.opener.abandoned == [handle]
     assert stage.stops == [message.run], "else it would run to its natural end, for nobody"
 
 
@@ -945,9 +946,9 @@ def test_health_tells_the_truth(play):
     assert status.operations == ("chat", "speech")
     assert status.params == ("speech.voice", "speech.language", "speech.speed")
     s.states["wave"] = StageStatus(state="restarting")
-    assert not s.orchestrator.door.health().status.ready
+    assert not s.health().ready
     del s.states["wave"]
-    missing = s.orchestrator.door.health().status
+    missing = s.health()
     assert not missing.ready
     assert missing.stages["wave"].state == "missing"
     s.finish("tokens", client.run)
@@ -971,7 +972,7 @@ def test_media_go_to_the_stages_that_take_them(play):
     s.ask(GenerateRequest(messages=(Message("user", (part,)),), modalities=("text",)), audio=5)
     s.until(lambda: s.opener.calls)
     call = s.opener.calls[0][0]
-    assert call.tensor_names == ("audio",)
+    assert list(call.inputs) == ["audio"]
     assert call.model == "toy_tokens"
     message, _, failed = s.take_call()
     assert message.has_inputs
@@ -1010,8 +1011,8 @@ def test_a_run_that_no_worker_took_ends_by_its_stubs_word(opening):
 def test_a_run_that_no_worker_took_ends_with_its_stub(opening):
     s, client, _ = opening
     s.kill("stub")
-    assert client.failed.line() == "[stage_failed:tokens] the stage's worker died"
-    assert s.opener.buried == s.opener.handles, "its FINAL will never come"
+    assert client.failed.line() == "[stage_failed:tokens] the stage's stub died"
+    assert s.opener.abandoned == s.opener.handles, "its FINAL will never come"
 
 
 def test_an_accepted_run_outlives_its_stubs_link(opening):
@@ -1026,12 +1027,22 @@ def test_an_accepted_run_outlives_its_stubs_link(opening):
 def test_a_death_that_stub_and_worker_both_tell_is_one_end(opening, first):
     s, client, accept = opening
     accept()
-    by_stub = lambda: s.fail("stub", client.run, StageFailed("the stage's worker died", "tokens"))  # noqa: E731
+    error = StageFailed("the stage's worker died", "tokens")
+    by_stub = lambda: s.fail("stub", client.run, error, worker_died=True)  # noqa: E731
     by_worker = lambda: s.kill("tokens")  # noqa: E731
     for tell in (by_stub, by_worker) if first == "stub" else (by_worker, by_stub):
         tell()
     assert client.failed.line() == "[stage_failed:tokens] the stage's worker died"
     assert s.opener.closed == s.opener.handles, "the stub has closed the stream before it told"
+    assert s.orchestrator.metrics.runs.values["tokens", "lost"] == 1
+
+
+def test_a_worker_that_ends_with_its_stub_died_of_the_stub(opening):
+    s, client, accept = opening
+    accept()
+    s.kill("stub")
+    s.kill("tokens")
+    assert client.failed.line() == "[stage_failed:tokens] the stage's stub died"
     assert s.orchestrator.metrics.runs.values["tokens", "lost"] == 1
 
 
@@ -1053,19 +1064,19 @@ def test_when_nothing_can_be_opened_any_more_those_who_wait_for_it_fail_and_the_
     s.accept()
     waiting = s.ask(chat("text"))
     message, opened, _ = s.take_call()
-    assert s.orchestrator.door.health().status.ready
+    assert s.health().ready
     s.opener.stuck = True
     s.pass_time(1.0)
-    assert waiting.failed.line() == "[unavailable:tokens] Triton opens no runs any more"
+    assert waiting.failed.line() == "[unavailable:tokens] Triton is not accepting new BLS requests"
     assert s.orchestrator.state == "stuck"
-    assert not s.orchestrator.door.health().status.ready
+    assert not s.health().ready
     s.finish("tokens", open_run.run)
     assert open_run.ended is not None
     s.answer(opened)  # it came back after all
     s.stages["tokens"].reply(message.reply, msg.AcceptedMessage(message.run, s.stages["tokens"].hub.address))
     s.turn()
     assert s.stages["tokens"].stops == [message.run]
-    assert s.opener.buried == s.opener.handles[-1:]
+    assert s.opener.abandoned == s.opener.handles[-1:]
 
 
 def test_an_open_that_was_failed_is_put_away_also_while_its_request_still_ends(play):
@@ -1075,15 +1086,15 @@ def test_an_open_that_was_failed_is_put_away_also_while_its_request_still_ends(p
     message, opened, _ = s.take_call()
     s.opener.stuck = True
     s.pass_time(1.0)
-    assert client.failed.line() == "[unavailable:frames] Triton opens no runs any more"
+    assert client.failed.line() == "[unavailable:frames] Triton is not accepting new BLS requests"
     s.opener.stuck = False
     handle = s.answer(opened)  # it came back, and the first stage has not stopped yet
     s.stages["frames"].reply(message.reply, msg.AcceptedMessage(message.run, s.stages["frames"].hub.address))
     s.turn()
     assert s.stages["frames"].stops == [message.run], "else it would run to its natural end, for nobody"
-    assert s.opener.buried == [handle]
+    assert s.opener.abandoned == [handle]
     s.finish("wave", client.run, "stopped")
-    assert s.orchestrator.lives == {}
+    assert s.orchestrator.requests == {}
 
 
 # --- several instances, gauges -----------------------------------------------------------------------------------
@@ -1113,7 +1124,7 @@ def test_a_refused_run_fails_where_no_other_instance_takes_it(play, instances, r
         failed(Unavailable("the stage is restarting", "tokens"))
         s.turn()
     assert client.failed.line() == "[unavailable:tokens] the stage is restarting"
-    assert s.opener.calls == [] and s.orchestrator.lives == {}
+    assert s.opener.calls == [] and s.orchestrator.requests == {}
 
 
 def test_health_says_what_can_be_made_where_an_instance_is_missing(play):

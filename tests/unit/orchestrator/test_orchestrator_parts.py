@@ -171,8 +171,8 @@ def test_the_listener_is_the_one_that_clients_measure_with():
     ]
     player, metrics = Player(), PipelineMetrics(PIPELINE)
     for piece in pieces:
-        player.hear(piece.at_s, piece.audio_s)
-    metrics.heard(player, arrived_s=0.5)
+        player.receive(piece.at_s, piece.audio_s)
+    metrics.played(player, arrived_s=0.5)
     felt = measures.RequestTrace(0.5, pieces)
     assert metrics.audio_rtf.at().sum == measures.real_time_factor(felt)
     assert metrics.underrun_s.at().sum == max(measures.underruns_s(felt)) == 0.25

@@ -92,13 +92,13 @@ def test_anything_else_is_refused_by_field(request_: GenerateRequest, field: str
 
 def test_only_the_stages_a_request_needs_are_opened() -> None:
     spoken = asking(messages=(Message("user", (AUDIO,)),))
-    assert PIPELINE.needed(asking()) == {"thinker"}
-    assert PIPELINE.needed(spoken) == {"transcriber", "thinker"}
-    assert PIPELINE.needed(asking(modalities=("text", "audio"))) == {"thinker", "talker", "code2wav"}
-    assert PIPELINE.needed(asking(modalities=("audio",))) == {"thinker", "talker", "code2wav"}
-    assert PIPELINE.needed(speaking("Hello.")) == {"talker", "code2wav"}
+    assert PIPELINE.plan(asking()).needed == {"thinker"}
+    assert PIPELINE.plan(spoken).needed == {"transcriber", "thinker"}
+    assert PIPELINE.plan(asking(modalities=("text", "audio"))).needed == {"thinker", "talker", "code2wav"}
+    assert PIPELINE.plan(asking(modalities=("audio",))).needed == {"thinker", "talker", "code2wav"}
+    assert PIPELINE.plan(speaking("Hello.")).needed == {"talker", "code2wav"}
     with pytest.raises(BadRequest, match="modality 'text'"):
-        PIPELINE.needed(speaking("Hello.", modalities=("text",)))
+        PIPELINE.plan(speaking("Hello.", modalities=("text",)))
 
 
 def test_empty_chunks_and_empty_texts_are_told_apart() -> None:

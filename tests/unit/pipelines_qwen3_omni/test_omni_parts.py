@@ -26,9 +26,9 @@ def said(*parts):
 
 
 def test_text_alone_opens_no_speech_stage():
-    assert PIPELINE.needed(CHAT) == {"thinker"}
+    assert PIPELINE.plan(CHAT).needed == {"thinker"}
     both = GenerateRequest(messages=CHAT.messages, modalities=("text", "audio"))
-    assert PIPELINE.needed(both) == {"thinker", "talker", "code2wav"}
+    assert PIPELINE.plan(both).needed == {"thinker", "talker", "code2wav"}
 
 
 def test_the_graph_needs_no_engine_library():

@@ -10,7 +10,7 @@ from tests.kit.stage_harness import StageBench
 from tests.kit.worker_harness import chat
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.core.chunk import Chunk, Tensor
-from triton_omni.backends.core.errors import ErrorInfo
+from triton_omni.backends.core.errors import ErrorInfo, OmniError
 from triton_omni.backends.core.outputs import TextPiece
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
@@ -39,7 +39,8 @@ def make(tmp_path):
 
 
 def lines(ends):
-    return [end.error.error().line() for end in ends if isinstance(end, msg.FailedMessage)]
+    errors = [end.error.error() if isinstance(end, msg.FailedMessage) else end for end in ends]
+    return [error.line() for error in errors if isinstance(error, OmniError)]
 
 
 def refused(client):
@@ -224,7 +225,9 @@ def test_a_direct_call_gets_its_pieces_and_its_end(make):
     end = msg.FinishedMessage(run, "length")
     b.to_stub.send(end)
     b.turn()
-    assert client.sent == [("text", 0), ("text", 1), ("FINAL", end)]
+    assert client.sent[:2] == [("text", 0), ("text", 1)]
+    event = client.sent[2][1].event
+    assert (event.type, event.stage, event.index, event.finish_reason) == ("end", "tokens", 2, "length")
     b.worker_reads()
     client.close()
     b.turn()
