@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the talker and code2wav say is understood by the transcriber: the whole sound path on real weights."""
+"""What the talker and code2wav say is understood by the transcriber: the whole audio path on real weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ pytest.importorskip("hibari", reason="the engine environment is needed (make set
 pytest.importorskip("torch", reason="the engine environment is needed (make setup)")
 
 from tests.kit import engine_driver as drive
+from tests.kit.chat_speech import engine_context, segments, speak, transcribe
 from triton_omni.backends.codec.engine import CodecEngine
-from triton_omni.backends.config.load import load_deploy
 from triton_omni.backends.config.paths import models_dir
-from triton_omni.backends.core.chunk import Tensor
-from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineOutput
-from triton_omni.backends.core.generate import GenerateRequest, Message, Part
-from triton_omni.backends.core.pipeline import EngineContext
-from triton_omni.backends.pipelines.chat import pipeline
+from triton_omni.backends.core.engine import EngineEvent, EngineOutput
+from triton_omni.backends.core.outputs import WordTime
 from triton_omni.backends.pipelines.chat.code2wav import SAMPLE_RATE_HZ, code2wav_engine
 from triton_omni.backends.pipelines.chat.talker import TalkerEngine, talker_engine
 from triton_omni.backends.pipelines.chat.transcriber import TranscriberEngine, transcriber_engine
@@ -59,11 +56,6 @@ SENTENCES = (
 )
 
 
-def engine_context(stage: str) -> EngineContext:
-    deploy = load_deploy(Path(pipeline.__file__).with_name("deploy.yaml"), pipeline.PIPELINE).stages[stage]
-    return EngineContext("chat", stage, deploy.engine, "cpu", str(models_dir()))
-
-
 @pytest.fixture(scope="module")
 def talker() -> TalkerEngine:
     return talker_engine(engine_context("talker"))
@@ -79,41 +71,16 @@ def transcriber() -> TranscriberEngine:
     return transcriber_engine(engine_context("transcriber"))
 
 
-def speak(talker: TalkerEngine, code2wav: CodecEngine, text: str) -> np.ndarray:
-    """The sound of a text, as operation `speech` makes it."""
-    run = drive.new_run(GenerateRequest(operation="speech", input=text))
-    chunks = [drive.codes_chunk(codes) for codes in drive.codes(drive.run_with(talker, run))]
-    return drive.audio(drive.run_with(code2wav, drive.new_run(upstream={"talker"}), [*chunks, drive.codes_chunk(None)]))
-
-
-def transcribe(transcriber: TranscriberEngine, sounds: list[np.ndarray], rate_hz: int = SAMPLE_RATE_HZ) -> list[str]:
-    """What is understood of each sound, all sent as the audio parts of one request."""
-    offsets = np.cumsum([0, *map(len, sounds)])
-    parts = tuple(
-        Part("audio", offset=int(offset), length=len(sound), sample_rate=rate_hz)
-        for offset, sound in zip(offsets, sounds, strict=False)
-    )
-    run = drive.new_run(
-        GenerateRequest(messages=(Message("user", parts),)),
-        inputs={"audio": Tensor.of("audio", np.concatenate(sounds))},
-    )
-    events = drive.run_with(transcriber, run)
-    drive.end(events)
-    sent = [event.piece for event in events if isinstance(event, EngineChunk)]
-    assert [piece.part for piece in sent] == list(range(len(sounds)))
-    return [piece.text for piece in sent]
-
-
 def words(text: str) -> list[str]:
     return re.findall(r"[a-z0-9']+", text.lower())
 
 
-def word_errors(said: list[str], heard: list[str]) -> int:
+def word_errors(said: list[str], got: list[str]) -> int:
     """Substitutions, insertions and deletions (Levenshtein's distance over words)."""
-    row = list(range(len(heard) + 1))
+    row = list(range(len(got) + 1))
     for i, word in enumerate(said, 1):
         before, row[0] = row[0], i
-        for j, other in enumerate(heard, 1):
+        for j, other in enumerate(got, 1):
             before, row[j] = row[j], min(before + (word != other), row[j] + 1, row[j - 1] + 1)
     return row[-1]
 
@@ -123,22 +90,24 @@ def test_spoken_sentences_are_understood(
 ) -> None:
     clock = time.process_time
     began_s = clock()
-    sounds = [speak(talker, code2wav, sentence) for sentence in SENTENCES]
+    clips = [speak(talker, code2wav, sentence) for sentence in SENTENCES]
     spoke_s, began_s = clock() - began_s, clock()
-    heard = transcribe(transcriber, sounds)
-    heard_s = clock() - began_s
-    seconds = sum(map(len, sounds)) / SAMPLE_RATE_HZ
-    errors = [word_errors(words(said), words(got)) for said, got in zip(SENTENCES, heard, strict=True)]
+    got = transcribe(transcriber, clips)
+    transcribed_s = clock() - began_s
+    seconds = sum(map(len, clips)) / SAMPLE_RATE_HZ
+    errors = [word_errors(words(said), words(text)) for said, text in zip(SENTENCES, got, strict=True)]
     rate = sum(errors) / sum(len(words(said)) for said in SENTENCES)
-    for said, got, wrong in zip(SENTENCES, heard, errors, strict=True):
+    for said, text, wrong in zip(SENTENCES, got, errors, strict=True):
         if wrong:
-            print(f"said  {said}\nheard {got}")
-    print(f"word error rate {rate:.1%} over {len(SENTENCES)} sentences, {seconds:.0f} s of sound;")
-    print(f"CPU seconds per second of sound: speaking {spoke_s / seconds:.4f}, hearing {heard_s / seconds:.3f}")
+            print(f"said  {said}\ngot   {text}")
+    print(f"word error rate {rate:.1%} over {len(SENTENCES)} sentences, {seconds:.0f} s of audio;")
+    print(
+        f"CPU seconds per second of audio: speaking {spoke_s / seconds:.4f}, transcribing {transcribed_s / seconds:.3f}"
+    )
     assert rate <= WORD_ERROR_RATE_MAX
 
 
-def test_sound_of_a_streamed_text_is_the_sound_of_the_whole(talker: TalkerEngine, code2wav: CodecEngine) -> None:
+def test_audio_of_a_streamed_text_is_the_audio_of_the_whole(talker: TalkerEngine, code2wav: CodecEngine) -> None:
     """Byte for byte, with code2wav fed while the text is still coming."""
     text = "Well, this is one. And here is another sentence, with 3.14 in it! Good bye"
     run, sink = drive.new_run(upstream={"thinker"}), drive.new_run(upstream={"talker"})
@@ -153,7 +122,7 @@ def test_sound_of_a_streamed_text_is_the_sound_of_the_whole(talker: TalkerEngine
         while code2wav.has_work:
             events += code2wav.step()
         if place == 20:
-            assert any(isinstance(event, EngineOutput) for event in events), "the first clause makes no sound yet"
+            assert any(isinstance(event, EngineOutput) for event in events), "the first clause makes no audio yet"
     assert code2wav.feed(sink, drive.codes_chunk(None), last=True)
     events += drive.step_until_idle(code2wav)[sink]
     assert np.abs(drive.audio(events) - speak(talker, code2wav, text)).max() <= 1e-6
@@ -166,41 +135,41 @@ def recording(name: str) -> tuple[np.ndarray, int]:
     if not folder.is_dir():
         pytest.skip(f"no recordings in {folder} (make setup)")
     with warnings.catch_warnings(action="ignore", category=wavfile.WavFileWarning):  # chunks with notes in them
-        rate_hz, sound = wavfile.read(folder / f"{name}.wav")
-    assert sound.ndim == 1 and sound.dtype == np.float32
-    return sound, rate_hz
+        rate_hz, audio = wavfile.read(folder / f"{name}.wav")
+    assert audio.ndim == 1 and audio.dtype == np.float32
+    return audio, rate_hz
 
 
 def test_recordings_are_understood(transcriber: TranscriberEngine) -> None:
     fox, rate_hz = recording("quick_brown_fox")
     hello, same_hz = recording("hello_world")
     assert rate_hz == same_hz
-    heard = transcribe(transcriber, [fox, hello], rate_hz)
-    assert words(heard[0]) == ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
-    assert "hello" in words(heard[1])
+    got = transcribe(transcriber, [fox, hello], rate_hz)
+    assert words(got[0]) == ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
+    assert "hello" in words(got[1])
 
 
 def pause(seconds: float) -> np.ndarray:
     return np.zeros(round(seconds * SAMPLE_RATE_HZ), np.float32)
 
 
-def test_words_are_said_when_they_are_heard(
+def test_word_times_are_those_of_the_words(
     talker: TalkerEngine, code2wav: CodecEngine, transcriber: TranscriberEngine
 ) -> None:
     """Words of the talker with known pauses between them; every border within a tenth of a second of the truth."""
     said = ["What", "is", "the", "capital", "of", "France"]
-    sounds = [_cut(speak(talker, code2wav, word.lower())) for word in said]
+    clips = [_cut(speak(talker, code2wav, word.lower())) for word in said]
     pieces, truth, at = [pause(0.7)], [], 0.7
-    for sound in sounds:
-        seconds = len(sound) / SAMPLE_RATE_HZ
+    for audio in clips:
+        seconds = len(audio) / SAMPLE_RATE_HZ
         truth.append((at, at + seconds))
-        pieces += [sound, pause(0.5)]
+        pieces += [audio, pause(0.5)]
         at += seconds + 0.5
     found = timed_words(transcriber, np.concatenate(pieces))
-    assert [re.sub(r"\W", "", word["word"]).lower() for word in found] == [word.lower() for word in said]
-    times = [at_s for word in found for at_s in (word["start_s"], word["end_s"])]
+    assert [re.sub(r"\W", "", word.word).lower() for word in found] == [word.lower() for word in said]
+    times = [at_s for word in found for at_s in (word.start_s, word.end_s)]
     assert times == sorted(times)
-    off = [max(abs(w["start_s"] - a), abs(w["end_s"] - b)) for w, (a, b) in zip(found, truth, strict=True)]
+    off = [max(abs(w.start_s - a), abs(w.end_s - b)) for w, (a, b) in zip(found, truth, strict=True)]
     assert max(off) <= 0.1, list(zip(found, truth, strict=True))
 
 
@@ -209,37 +178,30 @@ def test_words_of_recordings_stay_in_their_recording(transcriber: TranscriberEng
     fox, rate_hz = recording("quick_brown_fox")
     hello, _ = recording("hello_world")
     gap = lambda seconds: np.zeros(round(seconds * rate_hz), np.float32)  # noqa: E731
-    sound = np.concatenate([gap(1), hello, gap(31), fox, gap(2), hello, gap(1)])
-    found = timed_words(transcriber, sound, rate_hz)
+    audio = np.concatenate([gap(1), hello, gap(31), fox, gap(2), hello, gap(1)])
+    found = timed_words(transcriber, audio, rate_hz)
     lengths = [len(hello) / rate_hz, len(fox) / rate_hz]
     second, third = 1 + lengths[0] + 31, 1 + lengths[0] + 31 + lengths[1] + 2
     spans = [(1, 1 + lengths[0], 2), (second, second + lengths[1], 9), (third, third + lengths[0], 2)]
     for begin, end, count in spans:
-        inside = [w for w in found if begin - 0.05 <= w["start_s"] < w["end_s"] <= end + 0.05]
+        inside = [w for w in found if begin - 0.05 <= w.start_s < w.end_s <= end + 0.05]
         assert len(inside) == count, (begin, end, found)
     assert len(found) == 13
 
 
-def _cut(sound: np.ndarray) -> np.ndarray:
+def _cut(audio: np.ndarray) -> np.ndarray:
     """Without the silence around it."""
-    loud = np.flatnonzero(np.abs(sound) > 0.03 * np.abs(sound).max())
-    return sound[loud[0] : loud[-1]]
+    loud = np.flatnonzero(np.abs(audio) > 0.03 * np.abs(audio).max())
+    return audio[loud[0] : loud[-1]]
 
 
-def timed_words(transcriber: TranscriberEngine, sound: np.ndarray, rate_hz: int = SAMPLE_RATE_HZ) -> list[dict]:
-    part = Part("audio", length=len(sound), sample_rate=rate_hz)
-    request = GenerateRequest(
-        operation="transcription", messages=(Message("user", (part,)),), stages={"transcriber": {"words": True}}
-    )
-    run = drive.new_run(request, inputs={"audio": Tensor.of("audio", sound)})
-    run.wanted, run.feeds = frozenset({"transcript"}), False
-    events = drive.run_with(transcriber, run)
-    text = "".join(event.piece.text for event in events if isinstance(event, EngineOutput))
-    words = [word for event in events if isinstance(event, EngineOutput) for word in event.piece.words]
-    assert " ".join(word["word"] for word in words) == text
+def timed_words(transcriber: TranscriberEngine, audio: np.ndarray, rate_hz: int = SAMPLE_RATE_HZ) -> list[WordTime]:
+    pieces = segments(transcriber, audio, rate_hz)
+    words = [word for piece in pieces for word in piece.words]
+    assert " ".join(word.word for word in words) == "".join(piece.text for piece in pieces)
     return words
 
 
 def test_counting_is_understood(transcriber: TranscriberEngine) -> None:
-    (heard,) = transcribe(transcriber, [recording("counting")[0]], recording("counting")[1])
-    assert re.sub(r"\D", "", heard) == "12345678910", heard  # Whisper writes digits
+    (got,) = transcribe(transcriber, [recording("counting")[0]], recording("counting")[1])
+    assert re.sub(r"\D", "", got) == "12345678910", got  # Whisper writes digits

@@ -43,8 +43,10 @@ BORDER_FRAMES = 25
 """A phrase that ends this near to the end of a full window may be cut off by it."""
 REST_FRAMES = 15
 """This much sound after the last phrase is decoded again."""
-LEAST_SEEK = SAMPLE_RATE_HZ // 2
-"""Windows advance by this at least: a second of audio is decoded twice at most."""
+LEAST_SEEK = 3 * SAMPLE_RATE_HZ // 10
+"""Windows advance by this at least, which bounds how often audio is decoded."""
+PAUSE_FRAMES, LATE_FRAMES = 50, 75
+"""No phrase is cut by a pause of this length and LATE_FRAMES of sound behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,8 +199,20 @@ def _next_window(window: np.ndarray, is_loud: np.ndarray, phrases: Sequence[Deco
     rest = np.flatnonzero(is_loud[end:])
     if len(rest) <= (REST_FRAMES if is_last else 0):
         return len(window)
-    seek = quietest(window, end * FRAME_SAMPLES, SEEK_RADIUS)
-    return seek if seek >= LEAST_SEEK else whole
+    seek = quietest(window, _end_frame(phrases[-1].start, end, is_loud) * FRAME_SAMPLES, SEEK_RADIUS)
+    return max(seek, LEAST_SEEK)
+
+
+def _end_frame(start: int, end: int, is_loud: np.ndarray) -> int:
+    """Where a phrase from `start` to `end` ends. Without the beginning of what follows it after a pause: a timestamp
+    may be as late as LATE_FRAMES into it.
+    """
+    loud = start + np.flatnonzero(is_loud[start:end])
+    pauses = np.flatnonzero(np.diff(loud) > PAUSE_FRAMES)
+    if not len(pauses) or not is_loud[end : end + REST_FRAMES].all():
+        return end
+    begin = int(loud[pauses[-1] + 1])
+    return begin - PAUSE_FRAMES // 2 if end - begin <= LATE_FRAMES else end
 
 
 def word_tokens(tokens: Sequence[int], text: Callable[[Sequence[int]], str]) -> list[list[int]]:

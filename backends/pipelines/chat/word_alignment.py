@@ -42,7 +42,7 @@ def words_at(texts: Sequence[str], starts: np.ndarray, is_loud: np.ndarray, leng
 
     length_s  of the sound, whose last frame may be a part of one
     """
-    borders = [*map(int, starts), len(is_loud)]
+    borders = _without_empty_spans([*map(int, starts), len(is_loud)], [len(text) for text in texts])
     spans = [_sounding(begin, end, is_loud) for begin, end in pairwise(borders)]
     before = 0
     for index, (text, (begin, end)) in enumerate(zip(texts, spans, strict=True)):
@@ -52,6 +52,22 @@ def words_at(texts: Sequence[str], starts: np.ndarray, is_loud: np.ndarray, leng
         end = end + _reach(is_loud[end:after])
         before = end
         yield Word(text, round(begin * FRAME_S, 2), round(min(end * FRAME_S, length_s), 2))
+
+
+def _without_empty_spans(borders: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """The borders of words of `sizes` characters. A word without a frame shares those of the one before it (the first
+    one: of those after it) in proportion to their sizes.
+    """
+    result, begin = list(borders), 0
+    while begin < len(sizes):
+        end = begin + 1
+        while end < len(sizes) and (borders[end] == borders[begin] or borders[end + 1] == borders[end]):
+            end += 1
+        shares = np.cumsum(sizes[begin:end]) / sum(sizes[begin:end])
+        for index in range(begin + 1, end):
+            result[index] = borders[begin] + round((borders[end] - borders[begin]) * shares[index - begin - 1])
+        begin = end
+    return result
 
 
 def _sounding(begin: int, end: int, is_loud: np.ndarray) -> tuple[int, int]:

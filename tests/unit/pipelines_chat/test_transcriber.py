@@ -111,6 +111,15 @@ def test_words_end_where_silence_begins() -> None:
         assert words == [Word("one", 0.2, 0.6), Word("two", 1.6, 2.0), Word("three", 2.0, 2.4)], second
 
 
+def test_every_word_has_a_span() -> None:
+    """Alignment may give a word no frame; it shares those of the word before it, the first one those after it."""
+    is_loud = np.ones(100, bool)
+    words = words_at(["the", "lazy", "dog"], np.array([0, 70, 70]), is_loud, 2.0)
+    assert [(w.start_s, w.end_s) for w in words] == [(0.0, 0.6), (0.6, 1.4), (1.4, 2.0)]
+    words = words_at(["a", "bcd", "e"], np.array([0, 0, 60]), is_loud, 2.0)
+    assert [(w.start_s, w.end_s) for w in words] == [(0.0, 0.3), (0.3, 1.2), (1.2, 2.0)]
+
+
 def test_the_last_word_ends_with_the_sound() -> None:
     is_loud = loud_frames(np.ones(1010), 1000)
     assert len(is_loud) == 51, "the last frame is half a one"
