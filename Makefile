@@ -52,7 +52,7 @@ lint: ## style and types
 
 unit: ## unit tests
 	$(HAS_ENGINE)
-	@$(PYTEST) -q tests/unit
+	@$(PYTEST) -q $(if $(shell $(ENGINE)/python -c 'import xdist' 2>&1),,-n 2 --dist loadfile) tests/unit
 
 check: ## style, types and unit tests side by side (under 3 minutes on two idle cores)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint unit
