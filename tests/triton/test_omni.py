@@ -53,7 +53,7 @@ def deploy(model: Path, thinker: dict[str, Any], talker: dict[str, Any]) -> dict
         # blocks of the cache are shorter than prompts here, so that prefixes can be found again
         "thinker": common | media | {"max_model_len": 512, "enable_prefix_caching": True, "block_size": 32} | thinker,
         "talker": common | greedy | {"max_model_len": 512} | talker,
-        "code2wav": {"model": str(model), "left_context_frames": 64},
+        "code2wav": {"model": str(model)},
     }
     return {"pipeline": "qwen3_omni", "stages": {k: {"device": "cpu", "engine": v} for k, v in engines.items()}}
 
