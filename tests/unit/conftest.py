@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unit tests of the framework rooms treat every warning as an error: a leaked file or thread is a failure."""
+"""Unit tests of the framework packages treat every warning as an error: a leaked file or thread is a failure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rooms import only the rooms that the table allows; what a thin stub imports is light; model names stay at home."""
+"""Packages import what the table allows; what a thin stub imports is light; model names stay in their folders."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def without_upstream_names(path: Path, text: str) -> str:
 
 
 def test_model_names_stay_in_their_folders():
-    """Rooms know no model; a requirements file may name packages."""
+    """Shared packages name no model; a requirements file may name packages."""
     allowed = ("backends/pipelines/", "backends/tools/", "backends/supervisor/setup/requirements")
     wrong = []
     for folder in ("backends", "client"):

@@ -37,10 +37,10 @@ def test_a_field_without_a_meaning_is_an_error(monkeypatch):
     class Undocumented(msgspec.Struct):
         """A struct.
 
-        told  something
+        given  something
         """
 
-        told: str
+        given: str
         untold: int
 
     monkeypatch.setitem(wire_tables.STRUCTS, "Event", Undocumented)

@@ -83,7 +83,7 @@ def hand_over(rank, gate):
 
 
 def step(gate, ranks, position, token):
-    """One run's step at `position`, as vLLM makes it: every rank is told the same and fills the same row."""
+    """One run's step at `position`, as vLLM makes it: every rank gets the same events and fills the same row."""
     assert gate.ready(KEY, position)
     events = pickle.dumps(gate.control_events())
     filled = []

@@ -89,7 +89,7 @@ def test_a_gpu_worker_keeps_its_compiler_and_threads(tmp_path, monkeypatch):
     found = worker_environment({}, "cuda", tmp_path)
     assert not {"TORCH_COMPILE_DISABLE", "LD_PRELOAD", "VLLM_BATCH_INVARIANT"} & set(found)
     assert found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert found["OMP_NUM_THREADS"] == str(GPU_THREADS), "stubs start workers with one thread unless told otherwise"
+    assert found["OMP_NUM_THREADS"] == str(GPU_THREADS), "stubs start workers with one thread by default"
     assert worker_environment({"threads": 3}, "cuda", tmp_path)["OMP_NUM_THREADS"] == "3"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks and their worker: whoever goes first takes the others along; what contradicts is refused."""
+"""Ranks and their worker: the first to end ends the others; contradicting options are refused."""
 
 from __future__ import annotations
 

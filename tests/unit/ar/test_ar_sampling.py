@@ -30,7 +30,7 @@ def test_zero_is_a_value_of_its_own():
     assert arguments(Sampling(logprobs=0))["logprobs"] == 0
 
 
-def test_what_nobody_names_is_left_to_vllm():
+def test_unset_parameters_are_left_to_vllm():
     assert not {"temperature", "top_p", "seed"} & set(arguments())
 
 

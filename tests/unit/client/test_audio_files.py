@@ -153,9 +153,9 @@ def test_compressed_audio_has_the_length_it_was_made_of(kind: str, codec: str, s
     assert_tone(decode_audio(encoded(kind, codec, tone(seconds, 48_000), 48_000)), seconds, off_s)
 
 
-def test_mp3_with_a_picture_in_its_id3_tag() -> None:
-    picture = b"\x00image/png\x00\x03\x00" + bytes(range(256)) * 300
-    frame = b"APIC" + struct.pack(">I", len(picture)) + b"\0\0" + picture
+def test_mp3_with_an_image_in_its_id3_tag() -> None:
+    image = b"\x00image/png\x00\x03\x00" + bytes(range(256)) * 300
+    frame = b"APIC" + struct.pack(">I", len(image)) + b"\0\0" + image
     size = bytes((len(frame) >> shift) & 0x7F for shift in (21, 14, 7, 0))
     tag = b"ID3\x03\x00\x00" + size + frame
     assert_tone(decode_audio(tag + encoded("mp3", "libmp3lame", tone(1, 44_100), 44_100)))
@@ -187,7 +187,7 @@ def test_both_sides_of_a_stereo_file_are_mixed_without_getting_louder() -> None:
     assert_tone(decode_audio(wav(pcm16(np.stack([tone(), tone()], 1)), channels=2)))
 
 
-def test_speech_in_the_centre_of_a_film() -> None:
+def test_speech_in_the_centre_of_a_video() -> None:
     planes = np.zeros((6, 48_000))
     planes[2] = tone(1, 48_000)  # FL FR FC LFE BL BR
     audio = decode_audio(encoded("flac", "flac", planes, 48_000, "5.1"))

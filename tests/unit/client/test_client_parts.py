@@ -118,7 +118,7 @@ def fetch(url: str, allowed: bool = True) -> bytes:
 def test_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "MAX_BYTES", 100)
     pages = {
-        "/good": (200, {}, b"picture"),
+        "/good": (200, {}, b"image"),
         "/moved": (302, {"location": "/good"}, b""),
         "/inward": (302, {"location": "file:///etc/passwd"}, b""),
         "/loop": (302, {"location": "/loop"}, b""),
@@ -126,8 +126,8 @@ def test_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
         "/none": (404, {}, b""),
     }
     with web(pages) as root:
-        assert fetch(f"{root}/good") == b"picture"
-        assert fetch(f"{root}/moved") == b"picture"
+        assert fetch(f"{root}/good") == b"image"
+        assert fetch(f"{root}/moved") == b"image"
         for path, words in (("/loop", "redirects"), ("/large", "larger"), ("/none", "404"), ("/inward", "Only http")):
             with pytest.raises(MediaError, match=words):
                 fetch(f"{root}{path}")
@@ -137,9 +137,9 @@ def test_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
         fetch("http://127.0.0.1:1/")
 
 
-def test_an_error_about_a_picture_does_not_show_where_the_server_keeps_it() -> None:
+def test_an_error_about_an_image_does_not_show_where_the_server_keeps_it() -> None:
     with pytest.raises(MediaError) as caught:
-        decode_image(b"no picture at all")
+        decode_image(b"no image at all")
     assert str(caught.value) == "not a supported image (PNG, JPEG, WEBP, GIF)"
     with pytest.raises(MediaError, match="truncated"):
         decode_image(png_of(40)[:-60])

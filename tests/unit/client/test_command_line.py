@@ -50,9 +50,9 @@ def test_transcripts(capsys: pytest.CaptureFixture[str], backend: FakeBackend) -
     assert said() == "Hello there. How are you?\n"
     assert said("--format", "srt").startswith("1\n00:00:00,000 --> 00:00:01,250\nHello there.\n\n2\n")
     assert said("--format", "vtt").startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.250\nHello there.\n")
-    told = json.loads(said("--format", "json", "--words"))
-    assert told["text"] == "Hello there. How are you?"
-    assert told["segments"][1]["words"][0] == {"word": "How", "start_s": 1.5, "end_s": 1.75}
+    printed = json.loads(said("--format", "json", "--words"))
+    assert printed["text"] == "Hello there. How are you?"
+    assert printed["segments"][1]["words"][0] == {"word": "How", "start_s": 1.5, "end_s": 1.75}
     assert backend.seen[0].request.operation == "transcription" and len(backend.seen[0].media["audio"]) > 10_000
     assert [call.request.transcription.word_timestamps for call in backend.seen] == [False] * 3 + [True]
 
@@ -142,8 +142,8 @@ def test_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main([*command.split(), "--help"])
     assert left.value.code == 0
-    told = capsys.readouterr().out
+    shown = capsys.readouterr().out
     if command:
-        assert "HOST:PORT" in told and "None" not in told
+        assert "HOST:PORT" in shown and "None" not in shown
     else:
-        assert all(name in told for name in ("serve", "transcribe", "edit", "Exit status"))
+        assert all(name in shown for name in ("serve", "transcribe", "edit", "Exit status"))

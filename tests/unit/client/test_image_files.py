@@ -151,7 +151,7 @@ def test_jpeg_colors(mode: str) -> None:
     assert np.abs(decode_image(file_of(image, "jpeg")).astype(int) - 40).max() <= 2
 
 
-def test_a_jpeg_with_several_pictures_gives_the_first() -> None:
+def test_a_jpeg_with_several_images_gives_the_first() -> None:
     extra = Image.new("RGB", (8, 8))
     assert decode_image(file_of(corners(), "mpo", save_all=True, append_images=[extra])).shape == (16, 32, 3)
 

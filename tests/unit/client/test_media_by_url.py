@@ -26,7 +26,7 @@ from triton_omni.openai.http.settings import Settings
 from triton_omni.openai.media import audio as coding
 
 
-def picture() -> bytes:
+def image() -> bytes:
     file = io.BytesIO()
     Image.fromarray(np.full((4, 6, 3), 77, np.uint8)).save(file, "webp")
     return file.getvalue()
@@ -36,15 +36,15 @@ def asking(kind: str, url: str) -> Any:
     return [{"role": "user", "content": [{"type": "text", "text": "?"}, {"type": kind, kind: {"url": url}}]}]
 
 
-def test_pictures_and_sounds_behind_urls_reach_the_server(backend: FakeBackend) -> None:
+def test_images_and_sounds_behind_urls_reach_the_server(backend: FakeBackend) -> None:
     pages = {
         "/moved": (302, {"location": "/cat.txt"}, b""),
-        "/cat.txt": (200, {"content-type": "text/plain"}, picture()),
-        "/sound": (200, {"content-type": "image/png"}, coding.encode("opus", RATE_HZ, [sine(0)] * 48)),
+        "/cat.txt": (200, {"content-type": "text/plain"}, image()),
+        "/audio": (200, {"content-type": "image/png"}, coding.encode("opus", RATE_HZ, [sine(0)] * 48)),
     }
     with web(pages) as root, running_proxy(backend, Settings(private_urls=True)) as proxy, proxy.sdk() as sdk:
         sdk.chat.completions.create(model="fake", messages=asking("image_url", f"{root}/moved"))
-        sdk.chat.completions.create(model="fake", messages=asking("audio_url", f"{root}/sound"))
+        sdk.chat.completions.create(model="fake", messages=asking("audio_url", f"{root}/audio"))
     assert backend.seen[0].media["image"].size == 4 * 6 * 3
     assert abs(len(backend.seen[1].media["audio"]) - 16_000) < 1_000
 
@@ -96,11 +96,11 @@ def test_files_that_a_model_does_not_take_are_refused_before_they_are_decoded(
     with pytest.raises(openai.BadRequestError, match="takes text, not audio"):
         sdk.audio.transcriptions.create(model="fake", file=("a.wav", b"RIFF"))
     with pytest.raises(openai.BadRequestError, match="takes text, not image"):
-        sdk.images.edit(model="painter", image=picture(), prompt="a fox")
+        sdk.images.edit(model="painter", image=image(), prompt="a fox")
     assert not decoded and not backend.seen
 
 
-def test_the_checked_address_is_connected_to_at_every_redirect_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checked_address_is_connected_to_again_at_every_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def resolve(host: str, port: int, **_: object) -> list[Any]:
@@ -116,7 +116,7 @@ def test_the_checked_address_is_connected_to_at_every_redirect_anew(monkeypatch:
         only_outside = lambda address: address == "127.0.0.1"  # noqa: E731
         read = lambda path: asyncio.run(fetching.read_url(f"http://outside.test:{port}{path}", only_outside))  # noqa: E731
         assert read("/good") == b"content"
-        assert asked == ["outside.test"], "one look: a second one might be told another address"
+        assert asked == ["outside.test"], "one look-up: a second one might give another address"
         with pytest.raises(MediaError, match="not public"):
             read("/inward")
 
@@ -150,7 +150,7 @@ def test_names_in_any_script_and_redirects_to_nowhere(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_client_that_leaves_while_its_picture_is_fetched(backend: FakeBackend, is_stream: bool) -> None:
+def test_a_client_that_leaves_while_its_image_is_fetched(backend: FakeBackend, is_stream: bool) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         running_proxy(backend, Settings(private_urls=True)) as proxy,
@@ -174,14 +174,14 @@ def test_a_client_that_leaves_while_its_picture_is_fetched(backend: FakeBackend,
                 f"{proxy.root}/v1/chat/completions", timeout=httpx.Timeout(10, read=0.5),
                 json={"model": "fake", "messages": asked, "stream": is_stream},
             )  # fmt: skip
-        assert over.wait(5), "the proxy goes on fetching for nobody"  # its own bound is 15 s
+        assert over.wait(5), "the proxy goes on fetching for no client"  # its own bound is 15 s
         holder.join(10)
     assert not backend.seen
 
 
 def test_media_of_our_own_client(monkeypatch: pytest.MonkeyPatch) -> None:
     media = Media()
-    parts = [media.image(picture()), media.audio(sine(0), RATE_HZ), media.image(np.zeros((2, 3, 3), np.uint8))]
+    parts = [media.image(image()), media.audio(sine(0), RATE_HZ), media.image(np.zeros((2, 3, 3), np.uint8))]
     assert [(p.type, p.offset, p.length) for p in parts] == [("image", 0, 72), ("audio", 0, 500), ("image", 72, 18)]
     assert {name: tensor.size for name, tensor in media.tensors.items()} == {"image": 90, "audio": 500}
     for wrong in (np.zeros((2, 3, 3)), np.zeros(4, np.uint8)):
@@ -192,15 +192,15 @@ def test_media_of_our_own_client(monkeypatch: pytest.MonkeyPatch) -> None:
         media.image(np.zeros((10, 10, 3), np.uint8))
 
 
-def test_sound_in_a_film_is_a_sound_and_pictures_are_no_film() -> None:
+def test_audio_in_a_video_is_audio_and_images_are_no_video() -> None:
     media = Media()
     with pytest.raises(MediaError, match="not a supported video"):
         media.video(coding.encode("wav", RATE_HZ, [sine(0)]))
     with pytest.raises(MediaError, match="not a supported video"):
-        media.video(picture())
+        media.video(image())
 
 
-def film(frames: int) -> bytes:
+def video(frames: int) -> bytes:
     """64 x 48, two a second."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as container:
@@ -212,10 +212,10 @@ def film(frames: int) -> bytes:
     return file.getvalue()
 
 
-def test_a_film_in_an_unknown_codec() -> None:
-    assert Media().video(film(1)).shape == (1, 48, 64, 3)
+def test_a_video_in_an_unknown_codec() -> None:
+    assert Media().video(video(1)).shape == (1, 48, 64, 3)
     with pytest.raises(MediaError, match="codec"):
-        Media().video(film(1).replace(b"V_MPEG4", b"V_OTHER"))
+        Media().video(video(1).replace(b"V_MPEG4", b"V_OTHER"))
 
 
 @pytest.mark.parametrize(
@@ -227,15 +227,15 @@ def test_a_film_in_an_unknown_codec() -> None:
         ("MAX_VIDEO_FRAMES", 3, "1.5 seconds"),
     ],
 )
-def test_the_bounds_of_a_film(monkeypatch: pytest.MonkeyPatch, bound: str, most: int, says: str) -> None:
+def test_the_bounds_of_a_video(monkeypatch: pytest.MonkeyPatch, bound: str, most: int, says: str) -> None:
     monkeypatch.setattr(f"triton_omni.media.limits.{bound}", most)
     if bound != "MAX_PIXELS":  # of each frame, whatever their number
-        assert Media().video(film(3)).shape[0] == 3
+        assert Media().video(video(3)).shape[0] == 3
     with pytest.raises(MediaError, match=says):
-        Media().video(film(4))
+        Media().video(video(4))
 
 
-def test_a_sound_whose_title_is_not_utf8() -> None:
+def test_audio_whose_title_is_not_utf8() -> None:
     title = b"INFOINAM" + (4).to_bytes(4, "little") + "café".encode("latin-1")
     file = coding.encode("wav", RATE_HZ, [sine(0)]) + b"LIST" + len(title).to_bytes(4, "little") + title
     assert Media().audio(file).length

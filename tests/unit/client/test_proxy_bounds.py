@@ -56,8 +56,8 @@ def unfinished(proxy: RunningProxy, nbytes: int, sent: int) -> Iterator[socket.s
         yield connection
 
 
-def picture(side: int) -> Any:
-    """A message with a picture that takes 3 * side * side bytes."""
+def image(side: int) -> Any:
+    """A message with an image that takes 3 * side * side bytes."""
     file = io.BytesIO()
     Image.new("RGB", (side, side)).save(file, "png")
     url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -92,19 +92,19 @@ def test_media_are_counted_until_the_answer_ends_and_bodies_until_they_are_read(
     backend.hold_after = 1
     with running_proxy(backend, Settings(limits=BodyLimits(held_bytes=2 * MIB))) as proxy, proxy.sdk() as sdk:
         ask_about = sdk.chat.completions.create
-        with closing(ask_about(model="fake", messages=picture(700), stream=True)) as stream:
+        with closing(ask_about(model="fake", messages=image(700), stream=True)) as stream:
             next(iter(stream))
             wait_until_held(proxy, 3 * 700 * 700)
             with pytest.raises(openai.InternalServerError) as full:
-                ask_about(model="fake", messages=picture(600))
+                ask_about(model="fake", messages=image(600))
             assert (full.value.status_code, full.value.code) == (503, "overloaded")
         wait_until_held(proxy, 0)
         with pytest.raises(openai.APIStatusError) as never:
-            ask_about(model="fake", messages=picture(900))
+            ask_about(model="fake", messages=image(900))
         assert never.value.status_code == 413
         with pytest.raises(openai.APIStatusError) as many:
-            ask_about(model="fake", messages=picture(600), n=2)
-        assert many.value.status_code == 413, "each run sends the picture"
+            ask_about(model="fake", messages=image(600), n=2)
+        assert many.value.status_code == 413, "each run sends the image"
         wait_until_held(proxy, 0)
 
 
@@ -137,7 +137,7 @@ def test_what_is_decoded_for_a_client_that_has_gone_is_not_held(
             over.set()
 
     monkeypatch.setitem(messages._ADD, "image", slowly)
-    body = httpx.Request("POST", "http://x", json={"model": "fake", "messages": picture(8)}).content
+    body = httpx.Request("POST", "http://x", json={"model": "fake", "messages": image(8)}).content
     with running_proxy(backend, Settings(limits=BodyLimits(held_bytes=2 * MIB))) as proxy:
         with unfinished(proxy, len(body), 0) as leaving:
             leaving.sendall(body)
@@ -198,7 +198,7 @@ def test_an_answer_that_takes_long_is_not_cut_off(backend: FakeBackend, monkeypa
 def test_slow_work_of_one_kind_delays_no_other(
     proxy: RunningProxy, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """More of it than there are threads, in look-ups of hosts or in films."""
+    """More of it than there are threads, in look-ups of hosts or in videos."""
     go_on, begun = threading.Event(), threading.Semaphore(0)
 
     look_up = socket.getaddrinfo
@@ -208,7 +208,7 @@ def test_slow_work_of_one_kind_delays_no_other(
             return look_up(first, *others, **more)
         begun.release()
         go_on.wait(30)
-        raise MediaError("no film") if kind == "videos" else OSError("no host")
+        raise MediaError("no video") if kind == "videos" else OSError("no host")
 
     url = "http://silent.test/x" if kind == "names" else "data:video/mp4;base64,AAAA"
     if kind == "names":
@@ -230,7 +230,7 @@ def test_slow_work_of_one_kind_delays_no_other(
         for _ in range(2):
             assert begun.acquire(timeout=20)
         with proxy.sdk() as sdk:
-            seen = sdk.chat.completions.create(model="fake", messages=picture(8))
+            seen = sdk.chat.completions.create(model="fake", messages=image(8))
             assert seen.choices[0].message.content
             assert sdk.images.generate(model="painter", prompt="a fox").data
     finally:

@@ -40,11 +40,11 @@ def audio_of(chunk: Any) -> dict[str, Any]:
     return chunk.model_dump(exclude_unset=True)["choices"][0]["delta"].get("audio") or {}
 
 
-def picture_at(url: str) -> dict[str, Any]:
+def image_at(url: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
 
 
-def sound(data: str, kind: str) -> dict[str, Any]:
+def audio(data: str, kind: str) -> dict[str, Any]:
     part = {"type": "input_audio", "input_audio": {"data": data, "format": kind}}
     return {"messages": [{"role": "user", "content": [part]}]}
 
@@ -129,9 +129,9 @@ def test_speech_in_every_format(sdk: openai.OpenAI, kind: str, magic: bytes) -> 
     spoken = {"modalities": ["text", "audio"], "audio": {"voice": "sine", "format": kind}}
     data = base64.b64decode(complete(sdk, max_tokens=30, **spoken).choices[0].message.audio.data)
     assert data.startswith(magic)
-    heard = _decoded(data)
-    assert abs(len(heard) / RATE_HZ - 30 * SAMPLES / RATE_HZ) < 0.1
-    assert 0.4 < np.abs(heard[2000:-2000]).max() < 0.6
+    decoded = _decoded(data)
+    assert abs(len(decoded) / RATE_HZ - 30 * SAMPLES / RATE_HZ) < 0.1
+    assert 0.4 < np.abs(decoded[2000:-2000]).max() < 0.6
 
 
 def _decoded(data: bytes) -> np.ndarray:
@@ -208,17 +208,17 @@ def test_every_sampling_option_reaches_the_server(sdk: openai.OpenAI, backend: F
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
         ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages[0].content[0].type",
          "unsupported_value"),
-        (picture_at("file:///etc/passwd"),
+        (image_at("file:///etc/passwd"),
          "messages[0].content[0].image_url.url", "invalid_image_url"),
-        (picture_at("http://127.0.0.1/x"),
+        (image_at("http://127.0.0.1/x"),
          "messages[0].content[0].image_url.url", "invalid_image_url"),
-        (picture_at("data:image/png;base64,AAAA"),
+        (image_at("data:image/png;base64,AAAA"),
          "messages[0].content[0].image_url.url", "invalid_image"),
-        (sound("AAAA", "midi"),
+        (audio("AAAA", "midi"),
          "messages[0].content[0].input_audio.format", "unsupported_value"),
-        (sound("*", "wav"),
+        (audio("*", "wav"),
          "messages[0].content[0].input_audio.data", "invalid_audio"),
-        (sound("AAAA", "mp3"),
+        (audio("AAAA", "mp3"),
          "messages[0].content[0].input_audio.data", "invalid_audio"),
         ({"messages": [{"role": "assistant", "audio": {"id": "audio_none"}}]}, "messages[0].audio.id", "audio_expired"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing_required_parameter"),
@@ -309,7 +309,7 @@ def test_speech_input_becomes_the_audio_tensor(sdk: openai.OpenAI, backend: Fake
     assert 0.3 < np.abs(audio).max() <= 1.0
 
 
-def test_picture_input_becomes_the_image_tensor(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+def test_image_input_becomes_the_image_tensor(sdk: openai.OpenAI, backend: FakeBackend) -> None:
     pixels = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
@@ -380,7 +380,7 @@ def test_of_a_request_that_is_too_large_the_largest_field_is_named(
 
 
 @pytest.mark.parametrize("param", ["size", "negative_prompt", "num_inference_steps"])
-def test_options_of_pictures_for_a_model_that_draws_none(sdk: openai.OpenAI, backend: FakeBackend, param: str) -> None:
+def test_options_of_images_for_a_model_that_draws_none(sdk: openai.OpenAI, backend: FakeBackend, param: str) -> None:
     field = {"size": "width", "num_inference_steps": "steps"}.get(param, param)
     backend.refusal = f"[bad_request:image.{field}] pipeline 'fake' does not take 'image.{field}'"
     given = {"size": "16x16", "negative_prompt": "no", "num_inference_steps": 3}[param]
@@ -428,7 +428,7 @@ def test_a_client_that_leaves_ends_the_request(
     assert backend.called.acquire(timeout=30)
     assert backend.seen[0].begun.wait(30)
     connection.close()
-    assert backend.seen[0].over.wait(30), "the server's request goes on although nobody reads"
+    assert backend.seen[0].over.wait(30), "the server's request goes on although no client reads"
     assert not backend.seen[0].completed
 
 
@@ -471,35 +471,35 @@ def test_requests_at_once_do_not_mix(proxy: RunningProxy, sdk: openai.OpenAI) ->
     assert answers == {n: "".join(f"w{i} " for i in range(n)) for n in range(1, 17)}
 
 
-def test_a_film_becomes_the_video_tensor(sdk: openai.OpenAI, backend: FakeBackend) -> None:
-    url = "data:video/mp4;base64," + base64.b64encode(film(seconds=3)).decode()
+def test_a_video_becomes_the_video_tensor(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    url = "data:video/mp4;base64," + base64.b64encode(video(seconds=3)).decode()
     complete(sdk, messages=[{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}])
     (part,) = backend.seen[0].request.messages[0].parts
     frames = backend.seen[0].media["video"].reshape(part.shape)
     assert part.shape == (6, 48, 64, 3) and part.fps == 2.0
     brightness = frames.mean((1, 2, 3))
-    assert np.all(np.diff(brightness) > 20), "every half second a brighter picture"
+    assert np.all(np.diff(brightness) > 20), "every half second a brighter image"
 
 
-def test_a_film_brings_its_sound_along_where_asked(sdk: openai.OpenAI, backend: FakeBackend) -> None:
-    url = "data:video/mp4;base64," + base64.b64encode(film(seconds=2, sounding=True)).decode()
+def test_a_video_includes_its_audio_where_asked(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+    url = "data:video/mp4;base64," + base64.b64encode(video(seconds=2, sounding=True)).decode()
     messages = [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}]
     complete(sdk, messages=messages, extra_body={"mm_processor_kwargs": {"use_audio_in_video": True}})
-    picture, sound = backend.seen[0].request.messages[0].parts
-    assert (picture.type, sound.type, sound.in_video) == ("video", "audio", True)
-    assert abs(sound.length - 2 * 16_000) < 2_000 and sound.sample_rate == 16_000
-    heard = backend.seen[0].media["audio"]
-    assert len(heard) == sound.length and 0.2 < np.abs(heard[4_000:28_000]).max() < 0.3
+    image, audio = backend.seen[0].request.messages[0].parts
+    assert (image.type, audio.type, audio.in_video) == ("video", "audio", True)
+    assert abs(audio.length - 2 * 16_000) < 2_000 and audio.sample_rate == 16_000
+    decoded = backend.seen[0].media["audio"]
+    assert len(decoded) == audio.length and 0.2 < np.abs(decoded[4_000:28_000]).max() < 0.3
 
-    silent = "data:video/mp4;base64," + base64.b64encode(film(seconds=1)).decode()
+    silent = "data:video/mp4;base64," + base64.b64encode(video(seconds=1)).decode()
     messages[0]["content"][0]["video_url"]["url"] = silent
     with pytest.raises(openai.BadRequestError, match="no audio track") as caught:
         complete(sdk, messages=messages, extra_body={"mm_processor_kwargs": {"use_audio_in_video": True}})
     assert caught.value.param == "messages[0].content[0].video_url.url"
 
 
-def film(seconds: int, sounding: bool = False) -> bytes:
-    """A film of ten frames a second that grows from black to white, with a hum of 440 Hz if it is `sounding`."""
+def video(seconds: int, sounding: bool = False) -> bytes:
+    """A video of ten frames a second that grows from black to white, with a hum of 440 Hz if it is `sounding`."""
     import av
 
     file = io.BytesIO()
@@ -521,13 +521,13 @@ def film(seconds: int, sounding: bool = False) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["wav", "mp3"])
-def test_what_a_sound_is_decides_not_its_name(sdk: openai.OpenAI, backend: FakeBackend, kind: str) -> None:
+def test_the_content_of_audio_decides_not_its_name(sdk: openai.OpenAI, backend: FakeBackend, kind: str) -> None:
     data = coding.encode("flac", RATE_HZ, [sine(0)] * 20)
-    complete(sdk, **sound(base64.b64encode(data).decode(), kind))
+    complete(sdk, **audio(base64.b64encode(data).decode(), kind))
     assert abs(len(backend.seen[0].media["audio"]) - 20 * SAMPLES * 16_000 / RATE_HZ) < 20
 
 
-def test_too_many_pictures_name_the_part(sdk: openai.OpenAI) -> None:
+def test_too_many_images_name_the_part(sdk: openai.OpenAI) -> None:
     part = {"type": "image_url", "image_url": {"url": DOT}}
     with pytest.raises(openai.BadRequestError, match="32") as caught:
         complete(sdk, messages=[{"role": "user", "content": [part] * 16}, {"role": "user", "content": [part] * 17}])
@@ -566,12 +566,12 @@ def test_a_choice_that_fails_fails_all_and_none_goes_on(sdk: openai.OpenAI, back
     assert all(call.over.wait(10) for call in backend.seen)
 
 
-def test_pictures_at_once_and_streamed(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+def test_images_at_once_and_streamed(sdk: openai.OpenAI, backend: FakeBackend) -> None:
     asked: Any = {"modalities": ["image"], "n": 2, "seed": 3, "extra_body": {"size": "32x16", "num_inference_steps": 4}}
     answer = complete(sdk, **asked)
     for choice in answer.choices:
-        (picture,) = choice.message.images
-        assert np.asarray(Image.open(picture_of(picture["image_url"]["url"]))).shape == (16, 32, 3)
+        (image,) = choice.message.images
+        assert np.asarray(Image.open(image_of(image["image_url"]["url"]))).shape == (16, 32, 3)
         assert choice.message.content is None and choice.finish_reason
     request = backend.seen[0].request
     assert (request.operation, request.modalities) == ("chat", ("image",))
@@ -591,7 +591,7 @@ def test_a_chat_has_no_previews(sdk: openai.OpenAI) -> None:
     assert sum(len((c.choices[0].delta.model_extra or {}).get("images", [])) for c in chunks) == 1
 
 
-def picture_of(url: str) -> io.BytesIO:
+def image_of(url: str) -> io.BytesIO:
     return io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,")))
 
 
@@ -613,9 +613,9 @@ def test_function_calls_at_once_and_their_answers_sent_back(sdk: openai.OpenAI, 
     assert (backend.seen[0].request.tool_choice, backend.seen[0].request.tools) == ("f", tuple(TOOLS))
     result = {"role": "tool", "tool_call_id": "call_0", "content": "42"}
     complete(sdk, messages=[*USER, answer.message, result], tools=TOOLS)
-    _, called, told = backend.seen[1].request.messages
+    _, called, result = backend.seen[1].request.messages
     assert called.tool_calls[0]["function"] == {"name": "f", "arguments": '{"x": 0}'}
-    assert (told.role, told.tool_call_id, told.content) == ("tool", "call_0", "42")
+    assert (result.role, result.tool_call_id, result.content) == ("tool", "call_0", "42")
     alone = complete(sdk, max_tokens=1, tools=TOOLS, parallel_tool_calls=False, tool_choice="required").choices[0]
     assert [c.id for c in alone.message.tool_calls] == ["call_0"]
     assert backend.seen[2].request.tool_choice == "required"

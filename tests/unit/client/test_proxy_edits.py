@@ -20,7 +20,7 @@ from triton_omni.media.limits import MAX_PIXELS
 
 
 def file(mode: str = "RGB", size: tuple[int, int] = (6, 4), kind: str = "png", colour: Any = None) -> bytes:
-    """A picture of one colour as a file."""
+    """An image of one colour as a file."""
     target = io.BytesIO()
     Image.new(mode, size, colour or (10, 20, 30, 0)[: len(mode)]).save(target, kind)
     return target.getvalue()
@@ -42,7 +42,7 @@ def edit(sdk: openai.OpenAI, **more: Any) -> Any:
     return sdk.images.edit(**{"model": "painter", "prompt": "a fox", "image": file(), **more})
 
 
-def test_a_picture_and_its_mask_travel_as_pixels(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+def test_an_image_and_its_mask_travel_as_pixels(sdk: openai.OpenAI, backend: FakeBackend) -> None:
     backend.usage = {"prompt_tokens": 30.0, "prompt_image_tokens": 25.0}
     answer = edit(
         sdk, mask=half_mask(), n=2, size="32x16", quality="high", output_format="webp", output_compression=50,
@@ -60,8 +60,8 @@ def test_a_picture_and_its_mask_travel_as_pixels(sdk: openai.OpenAI, backend: Fa
     assert seen.request.image == ImageParams(
         width=32, height=16, n=2, steps=5, true_cfg_scale=4.5, negative_prompt="7", seed=7
     )
-    picture, mask, text = seen.request.messages[0].parts
-    assert (picture.shape, mask.shape, text.text) == ((4, 6, 3), (4, 6), "a fox")
+    image, mask, text = seen.request.messages[0].parts
+    assert (image.shape, mask.shape, text.text) == ((4, 6, 3), (4, 6), "a fox")
     pixels = seen.media["image"]
     assert pixels.dtype == np.uint8
     assert pixels[:72].reshape(4, 6, 3)[0, 0].tolist() == [10, 20, 30]
@@ -69,14 +69,14 @@ def test_a_picture_and_its_mask_travel_as_pixels(sdk: openai.OpenAI, backend: Fa
     assert pixels[72:].reshape(4, 6).tolist() == [[0, 0, 0, 255, 255, 255]] * 4
 
 
-def test_several_pictures_in_order(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+def test_several_images_in_order(sdk: openai.OpenAI, backend: FakeBackend) -> None:
     edit(sdk, image=[file(size=(6, 4)), file(size=(3, 5), kind="jpeg"), file("L", (2, 2), "webp", 9)])
     parts = backend.seen[0].request.messages[0].parts
     assert [p.shape for p in parts[:-1]] == [(4, 6, 3), (5, 3, 3), (2, 2, 3)]
     assert [p.offset for p in parts[:-1]] == [0, 72, 117]
 
 
-def test_previews_then_the_picture(sdk: openai.OpenAI) -> None:
+def test_previews_then_the_image(sdk: openai.OpenAI) -> None:
     events = list(edit(sdk, stream=True, partial_images=2))
     assert [e.type for e in events] == ["image_edit.partial_image"] * 2 + ["image_edit.completed"]
     assert events[2].usage.total_tokens == 12
@@ -86,7 +86,7 @@ def test_previews_then_the_picture(sdk: openai.OpenAI) -> None:
     ("more", "param", "code"),
     [
         ({"prompt": " "}, "prompt", "missing_required_parameter"),
-        ({"image": b"no picture"}, "image", "invalid_image"),
+        ({"image": b"no image"}, "image", "invalid_image"),
         ({"image": file(size=(8192, MAX_PIXELS // 8192 + 1))}, "image", "invalid_image"),
         ({"image": file()[:-30]}, "image", "invalid_image"),
         ({"image": [file()] * 17, "mask": file()}, "image", "invalid_value"),

@@ -24,7 +24,7 @@ from triton_omni.openai.media import audio as coding
 
 MESSAGES = [{"role": "user", "content": "x"}]
 CHAT = {"model": "fake", "messages": MESSAGES}
-SOUND = coding.encode("wav", RATE_HZ, [sine(i * SAMPLES) for i in range(48)])
+CLIP = coding.encode("wav", RATE_HZ, [sine(i * SAMPLES) for i in range(48)])
 PAGE = "https://chat.example"
 
 
@@ -52,7 +52,11 @@ def chat(url: str, **more: Any) -> httpx.Response:
 
 
 def transcribe(url: str, *fields: tuple[str, str]) -> httpx.Response:
-    files = [("file", ("a.wav", SOUND)), ("model", (None, "fake")), *((name, (None, text)) for name, text in fields)]
+    files = [
+        ("file", ("a.wav", CLIP)),
+        ("model", (None, "fake")),
+        *((name, (None, text)) for name, text in fields),
+    ]
     return httpx.post(f"{url}/v1/audio/transcriptions", files=files)
 
 

@@ -22,20 +22,20 @@ def draw(sdk: openai.OpenAI, **more: Any) -> Any:
     return sdk.images.generate(**{"model": "painter", "prompt": "a fox", **more})
 
 
-def picture(b64: str) -> Image.Image:
+def image(b64: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(b64)))
 
 
-def test_pictures_in_order_and_as_png(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+def test_images_in_order_and_as_png(sdk: openai.OpenAI, backend: FakeBackend) -> None:
     answer = draw(
         sdk, n=2, size="32x16", quality="high", response_format="b64_json",
         extra_body={"num_inference_steps": 5, "guidance_scale": 2.5, "true_cfg_scale": 4, "negative_prompt": "no",
                     "seed": 7},
     )  # fmt: skip
-    pictures = [picture(d.b64_json) for d in answer.data]
-    assert [p.format for p in pictures] == ["PNG", "PNG"]
-    assert [np.asarray(p).shape for p in pictures] == [(16, 32, 3)] * 2
-    assert [int(np.asarray(p)[0, 0, 0]) for p in pictures] == [200, 201]
+    images = [image(d.b64_json) for d in answer.data]
+    assert [p.format for p in images] == ["PNG", "PNG"]
+    assert [np.asarray(p).shape for p in images] == [(16, 32, 3)] * 2
+    assert [int(np.asarray(p)[0, 0, 0]) for p in images] == [200, 201]
     assert (answer.size, answer.output_format, answer.background, answer.quality) == ("32x16", "png", "opaque", "high")
     assert answer.usage.to_dict() == {
         "input_tokens": 4, "input_tokens_details": {"text_tokens": 4, "image_tokens": 0},
@@ -51,24 +51,24 @@ def test_pictures_in_order_and_as_png(sdk: openai.OpenAI, backend: FakeBackend) 
 @pytest.mark.parametrize("kind", ["jpeg", "webp"])
 def test_other_formats(sdk: openai.OpenAI, kind: str) -> None:
     answer = draw(sdk, output_format=kind, output_compression=50, size="auto")
-    assert picture(answer.data[0].b64_json).format == kind.upper()
+    assert image(answer.data[0].b64_json).format == kind.upper()
 
 
 def test_url_is_a_data_url(sdk: openai.OpenAI) -> None:
     url = draw(sdk, response_format="url").data[0].url
     assert url.startswith("data:image/png;base64,")
-    assert picture(url.partition(",")[2]).size == (16, 8)
+    assert image(url.partition(",")[2]).size == (16, 8)
 
 
-def test_previews_then_the_picture(sdk: openai.OpenAI) -> None:
+def test_previews_then_the_image(sdk: openai.OpenAI) -> None:
     events = list(draw(sdk, stream=True, partial_images=2))
     assert [e.type for e in events] == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]
     assert [e.partial_image_index for e in events[:2]] == [0, 1]
-    assert [int(np.asarray(picture(e.b64_json))[0, 0, 0]) for e in events] == [0, 1, 200]
+    assert [int(np.asarray(image(e.b64_json))[0, 0, 0]) for e in events] == [0, 1, 200]
     assert events[2].usage.total_tokens == 12 and events[2].size == "16x8"
 
 
-def test_fast_previews_then_the_picture(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+def test_fast_previews_then_the_image(sdk: openai.OpenAI, backend: FakeBackend) -> None:
     events = list(draw(sdk, stream=True, extra_body={"preview_every": 2, "num_inference_steps": 7}))
     assert [e.type for e in events] == ["image_generation.partial_image"] * 3 + ["image_generation.completed"]
     assert [e.partial_image_index for e in events[:3]] == [0, 1, 2]
@@ -146,7 +146,7 @@ def test_server_fields_become_openai_parameters(sdk: openai.OpenAI, backend: Fak
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_pictures_are_encoded_beside_the_event_loop(
+def test_images_are_encoded_beside_the_event_loop(
     sdk: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, is_stream: bool
 ) -> None:
     encode, threads = ImageCall.encode, list[str]()
@@ -158,7 +158,7 @@ def test_pictures_are_encoded_beside_the_event_loop(
     monkeypatch.setattr(ImageCall, "encode", noted)
     answer = draw(sdk, n=2, stream=is_stream)
     if is_stream:
-        assert [picture(event.b64_json).format for event in answer] == ["PNG", "PNG"]
+        assert [image(event.b64_json).format for event in answer] == ["PNG", "PNG"]
     assert len(threads) == 2 and all(name.startswith("answers") for name in threads)
 
 

@@ -115,13 +115,13 @@ def test_a_pipeline_that_does_not_speak(sdk: openai.OpenAI, backend: FakeBackend
     assert caught.value.param == "model"
 
 
-def test_failure_before_sound_has_its_status(sdk: openai.OpenAI, backend: FakeBackend) -> None:
+def test_failure_before_audio_has_its_status(sdk: openai.OpenAI, backend: FakeBackend) -> None:
     backend.fail_after = 0
     with pytest.raises(openai.InternalServerError, match="out of luck"):
         speak(sdk, response_format="pcm")
 
 
-def test_failure_after_sound_breaks_the_transfer_off(proxy: RunningProxy, backend: FakeBackend) -> None:
+def test_failure_after_audio_breaks_the_transfer_off(proxy: RunningProxy, backend: FakeBackend) -> None:
     backend.fail_after = 2
     body = {"model": "fake", "input": TEXT, "voice": "sine", "response_format": "pcm"}
     with pytest.raises(httpx.RemoteProtocolError):

@@ -13,11 +13,11 @@ from tests.kit.fake_backend import RATE_HZ, SAMPLES, FakeBackend, sine
 from tests.kit.proxy_server import RunningProxy
 from triton_omni.openai.media import audio as coding
 
-SOUND = coding.encode("mp3", RATE_HZ, [sine(i * SAMPLES) for i in range(48)])
+CLIP = coding.encode("mp3", RATE_HZ, [sine(i * SAMPLES) for i in range(48)])
 
 
 def transcribe(sdk: openai.OpenAI, **more: Any) -> Any:
-    return sdk.audio.transcriptions.create(**{"model": "fake", "file": ("speech.bin", SOUND), **more})
+    return sdk.audio.transcriptions.create(**{"model": "fake", "file": ("speech.bin", CLIP), **more})
 
 
 def test_json_and_what_the_server_gets(sdk: openai.OpenAI, backend: FakeBackend) -> None:
@@ -77,7 +77,7 @@ def test_streamed(sdk: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("more", "param", "code"),
     [
-        ({"file": ("speech.wav", b"no sound")}, "file", "invalid_audio"),
+        ({"file": ("speech.wav", b"no audio")}, "file", "invalid_audio"),
         ({"file": ("list.m3u8", b"#EXTM3U\n#EXTINF:10,\nfile:///etc/hostname\n")}, "file", "invalid_audio"),
         ({"response_format": "diarized_json"}, "response_format", "unsupported_value"),
         ({"response_format": "srt", "stream": True}, "response_format", "unsupported_value"),
@@ -111,5 +111,5 @@ def test_a_pipeline_that_cannot_hear(sdk: openai.OpenAI, backend: FakeBackend) -
 
 def test_nothing_translates(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="transcriptions") as caught:
-        sdk.audio.translations.create(model="fake", file=("speech.mp3", SOUND))
+        sdk.audio.translations.create(model="fake", file=("speech.mp3", CLIP))
     assert caught.value.code == "unsupported_value"

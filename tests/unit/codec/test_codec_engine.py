@@ -21,7 +21,7 @@ LEFT, RIGHT, HOP = 2, 3, 4
 
 
 class RunningSum:
-    """Sound of a frame: HOP times the sum of the codes around it, plus how many frames the run had before it."""
+    """Audio of a frame: HOP times the sum of the codes around it, plus how many frames the run had before it."""
 
     codes, left, right, samples_per_frame, sample_rate_hz = 2, LEFT, RIGHT, HOP, 8000
 
@@ -171,7 +171,7 @@ def test_a_chunk_without_codes_is_an_error_that_names_edge_and_key() -> None:
     assert error.value.where == "talker->code2wav"
 
 
-def test_runs_of_different_lengths_share_steps_and_sound_as_alone() -> None:
+def test_runs_of_different_lengths_share_steps_and_equal_runs_alone() -> None:
     codec = engine()
     all_codes = [frames(count, seed=count) for count in (5, 30, 61, 100)]
     runs = [fed_run() for _ in all_codes]

@@ -107,7 +107,7 @@ def test_a_malformed_packet_ends_the_link_and_keeps_what_came_before(wire, packe
     with pytest.raises(PeerLost):
         end.send(b"x")
     assert open_fds() == fds
-    assert raw.recv(1 << 20) == b"", "the peer sees that nobody reads it any more"
+    assert raw.recv(1 << 20) == b"", "the peer sees that its link has ended"
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_after_a_failed_send_nothing_is_sent_and_everything_is_read(links):
 
 
 def test_whatever_makes_a_send_fail_both_ends_see_an_end(links, monkeypatch):
-    """A send may fail while the peer lives (too many descriptors in flight): nobody may wait for ever then."""
+    """A send may fail while the peer lives (too many descriptors in flight): neither end may wait forever then."""
     a, b = links
     b.send((b"kept",))
 

@@ -75,7 +75,7 @@ def test_the_first_use_connects_and_the_next_reuse_the_link(make):
     assert peer.name == "b"
 
 
-def test_nobody_listens(make, tmp_path):
+def test_an_address_without_a_listener(make, tmp_path):
     a = make("a")
     fds = open_fds()
     for address in (str(tmp_path / "nowhere.sock"), a.address + "x", str(tmp_path)):
@@ -84,7 +84,7 @@ def test_nobody_listens(make, tmp_path):
     assert open_fds() == fds
 
 
-def test_a_listener_that_cannot_take_more_keeps_nobody_waiting(make, tmp_path):
+def test_a_listener_that_cannot_take_more_blocks_no_other_link(make, tmp_path):
     path = tmp_path / "full.sock"
     with contextlib.ExitStack() as stack:
         stack.enter_context(listen(path))
@@ -173,7 +173,7 @@ def test_what_a_lost_peer_had_sent_comes_before_its_loss(make):
     assert not at_b.send(StopMessage(RUN))
     assert not at_b.put(Chunk(RUN, "e"))
     at_b.release(Chunk(RUN, "e"))
-    assert b.poll(0) == [], "a loss is told once"
+    assert b.poll(0) == [], "a loss is reported once"
 
 
 def test_a_send_to_a_dead_peer_is_reported_by_poll(make):
@@ -360,7 +360,7 @@ def test_probe_asks_for_a_sign_of_life(make):
 
 def test_probe_tells_dead_from_silent(make, tmp_path):
     with pytest.raises(PeerLost):
-        probe(str(tmp_path / "nobody.sock"), 1.0)
+        probe(str(tmp_path / "unused.sock"), 1.0)
     silent = make("silent")
     with pytest.raises(TimeoutError, match="no answer"):
         probe(silent.address, 0.05)

@@ -103,7 +103,7 @@ def test_files_that_are_not_records_are_left_out(tmp_path):
     assert read_records(tmp_path / "missing") == []
 
 
-def test_a_record_nobody_touches_is_stuck_until_somebody_does(tmp_path):
+def test_an_untouched_record_is_stuck_until_it_is_touched(tmp_path):
     write_record(tmp_path, _record())
     path = record_path(tmp_path, "toy_wave", "0_0")
     written_s = path.stat().st_mtime

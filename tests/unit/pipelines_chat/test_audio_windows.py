@@ -69,13 +69,13 @@ def test_samples_may_lie_in_any_buffer() -> None:
         ((), [0.1], "messages"),
     ],
 )
-def test_what_cannot_be_heard_is_refused_by_field(parts, samples, field: str) -> None:
+def test_what_cannot_be_transcribed_is_refused_by_field(parts, samples, field: str) -> None:
     with pytest.raises(BadRequest) as refused:
         clips_of(asking(*parts), audio(samples), 2.0)
     assert refused.value.where == field
 
 
-def test_a_bad_sample_outside_the_parts_hurts_nobody() -> None:
+def test_a_bad_sample_outside_the_parts_is_ignored() -> None:
     assert len(clips_of(asking(part(0, 2)), audio([0.1, 0.2, np.nan]), 1.0)) == 1
 
 
@@ -88,12 +88,12 @@ def test_missing_tensor_is_refused() -> None:
 def test_a_tone_keeps_pitch_level_and_length_at_every_rate(rate_hz: int) -> None:
     hz, seconds = 440, 2
     tone = 0.5 * np.sin(2 * np.pi * hz * np.arange(seconds * rate_hz) / rate_hz).astype(np.float32)
-    sound = Clip(tone, rate_hz).resampled()
-    assert sound.dtype == np.float32
-    assert abs(len(sound) - seconds * SAMPLE_RATE_HZ) <= 4
-    spectrum = np.abs(np.fft.rfft(sound * np.hanning(len(sound))))
-    assert abs(np.argmax(spectrum) * SAMPLE_RATE_HZ / len(sound) - hz) <= 1
-    assert np.sqrt(np.mean(sound[1600:-1600] ** 2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.02)
+    audio = Clip(tone, rate_hz).resampled()
+    assert audio.dtype == np.float32
+    assert abs(len(audio) - seconds * SAMPLE_RATE_HZ) <= 4
+    spectrum = np.abs(np.fft.rfft(audio * np.hanning(len(audio))))
+    assert abs(np.argmax(spectrum) * SAMPLE_RATE_HZ / len(audio) - hz) <= 1
+    assert np.sqrt(np.mean(audio[1600:-1600] ** 2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.02)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -101,7 +101,7 @@ def test_only_the_stages_a_request_needs_are_opened() -> None:
         PIPELINE.plan(speaking("Hello.", modalities=("text",)))
 
 
-def test_empty_chunks_and_empty_texts_are_told_apart() -> None:
+def test_empty_chunks_and_empty_texts_are_distinguished() -> None:
     empty = Chunk(b"r", "thinker", last=True)
     assert text_of(empty) == "" and transcript_of(empty) is None
     assert text_of(Chunk(b"r", "thinker", piece=TextPiece(" Hi"))) == " Hi"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sound out of codes: equal to hibari's own synthesis, the same however it is cut, one run not heard in another.
+"""Audio from codes: equal to hibari's own synthesis, the same however it is cut, no run audible in another.
 
 The codebooks are random, of the real sizes; no weights are needed.
 """
@@ -59,7 +59,7 @@ def test_cutting_changes_nothing(decoder: HibariDecoder, first: int, later: int)
     expected = whole(decoder, codes)
     got = chunked(decoder, codes, first, later)
     assert got.shape == expected.shape == (173 * 300,)
-    assert np.abs(expected).max() > 0.01, "the sound is silence and proves nothing"
+    assert np.abs(expected).max() > 0.01, "the audio is silence and proves nothing"
     assert np.abs(got - expected).max() <= CLOSE
 
 
@@ -71,7 +71,7 @@ def test_short_runs(decoder: HibariDecoder, frames: int) -> None:
     assert np.abs(chunked(decoder, codes, 2, 3) - expected).max() <= CLOSE
 
 
-def test_less_context_is_heard(decoder: HibariDecoder) -> None:
+def test_less_context_changes_the_audio(decoder: HibariDecoder) -> None:
     """The context is needed: with one frame less behind, a cut makes a difference."""
     codes = speech(60)
     expected = whole(decoder, codes)[: 20 * 300]
@@ -95,7 +95,7 @@ def test_a_run_gives_the_same_bytes_alone_and_beside_others(decoder: HibariDecod
     for first in range(0, len(runs), 3):
         order = [*range(first, len(runs)), *range(first)]
         together = decoder.decode([Window(runs[i], 0, 0, len(runs[i]), True, decoder.start()) for i in order])
-        assert [sound.tobytes() for sound in together] == [alone[i] for i in order]
+        assert [audio.tobytes() for audio in together] == [alone[i] for i in order]
 
 
 def test_equal_to_hibaris_synthesis(decoder: HibariDecoder) -> None:

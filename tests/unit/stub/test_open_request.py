@@ -50,7 +50,7 @@ def test_what_is_no_open_is_the_callers_fault(data: bytes) -> None:
         {"consumers": {"tokens": GENUINE["reply"]}},
         {"run": b""},
         {"run": b"r" * 5000},
-        {"upstream": ("nobody",)},
+        {"upstream": ("unknown",)},
         {"wanted": ("audio",)},
         {"direct": True},
         {"has_inputs": True},

@@ -86,7 +86,7 @@ def test_a_run_that_is_open_already_is_refused_in_the_first_response(make):
 
 
 def test_a_call_of_a_dead_orchestrator_gets_nothing(make, tmp_path):
-    """A send to it would wait for ever."""
+    """A send to it would block forever."""
     b = make()
     client, _ = b.call(reply=str(tmp_path / "gone.sock"))
     b.turn()
@@ -109,7 +109,7 @@ def test_inputs_wait_for_room_and_other_calls_do_not(make):
 
 
 # --- ends: one per run, FINAL first ------------------------------------------------------------------------------
-def test_an_accepted_runs_end_is_told_by_its_worker(make):
+def test_an_accepted_runs_end_is_sent_by_its_worker(make):
     b = make()
     client, run = b.call()
     b.turn()
@@ -124,7 +124,7 @@ def test_an_accepted_runs_end_is_told_by_its_worker(make):
     assert b.sent_to_orchestrator(run) == [msg.ReceivedMessage(run)]
 
 
-def test_a_refused_runs_end_is_told_by_us_after_its_final(make):
+def test_a_refused_runs_end_is_sent_by_us_after_its_final(make):
     b = make()
     client, run = b.call()
     b.turn()
@@ -141,7 +141,7 @@ def test_a_refused_runs_end_is_told_by_us_after_its_final(make):
 
 @pytest.mark.parametrize("accepted", [False, True])
 def test_a_death_ends_every_call_the_worker_had(make, accepted):
-    """Also of a run it told us it accepted: its word to the orchestrator may have been lost with it."""
+    """Also of a run that it has accepted: its message to the orchestrator may have been lost with it."""
     b = make()
     client, run = b.call()
     b.turn()
@@ -195,15 +195,15 @@ def test_calls_are_refused_at_once_while_there_is_no_worker(make):
     assert b.sent_to_orchestrator(run) == [], "its orchestrator may try another instance: this one never had the run"
 
 
-@pytest.mark.parametrize("told", ["death", "by the worker"])
-def test_nothing_is_sent_through_triton_to_an_orchestrator_that_died(make, told):
+@pytest.mark.parametrize("seen_by", ["death", "by the worker"])
+def test_nothing_is_sent_through_triton_to_an_orchestrator_that_died(make, seen_by):
     b = make()
     client, run = b.call()
     b.turn()
     b.to_stub.send(msg.AcceptedMessage(run))
     b.turn()
     b.orchestrator_dies()
-    if told == "death":
+    if seen_by == "death":
         b.loop.turn(0)
         b.worker_dies()
         b.loop.turn(0)
@@ -281,7 +281,7 @@ def test_a_first_worker_that_cannot_load_is_the_models_error(make):
     assert (b.loop.start_decided, b.loop.start_error) == (True, "no weights")
     b.clock.now_s += 1_000
     b.turn()
-    assert b.worker_process.theirs is None, "nobody starts it again"
+    assert b.worker_process.theirs is None, "it is not started again"
 
 
 def test_the_paths_of_gpu_tensors_are_the_live_workers(make):

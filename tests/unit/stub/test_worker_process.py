@@ -39,7 +39,7 @@ def test_pauses_grow_up_to_a_bound_and_then_it_gives_up():
     assert all(a < b or b == LONGEST_PAUSE_S for a, b in itertools.pairwise(pauses[:-1]))
 
 
-def test_a_long_life_starts_the_back_off_anew():
+def test_a_long_life_resets_the_back_off():
     backoff = Backoff()
     for _ in range(GIVE_UP_AFTER):
         backoff.died(1.0)
