@@ -2,7 +2,7 @@
 """The processes of a tensor-parallel engine: they die with their worker, and it dies with any of them.
 
 With more than one rank vLLM runs every rank in a process of its own (its multiprocess executor); the engine and its
-scheduler stay in the worker. A rank that is gone leaves the others waiting in a collective call for ever, so the worker
+scheduler stay in the worker. A rank that is gone leaves the others waiting in a collective call forever, so the worker
 ends at once, as if it had crashed itself: its stub ends every run with one error and starts it again.
 """
 
@@ -111,7 +111,7 @@ def unlink_shared_memory() -> None:
 
 
 def watch_ranks(executor: Any) -> None:
-    """Called in the worker: end this process when one of the executor's ranks ends and was not told to."""
+    """Called in the worker: end this process when one of the executor's ranks ends without being asked to."""
     if not hasattr(executor, "workers"):
         return  # the only rank lives in this process
     Thread(target=_watch, args=(executor,), name="rank-watch", daemon=True).start()

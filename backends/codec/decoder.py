@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the codec engine needs of a decoder of codes to sound."""
+"""What the codec engine needs of a decoder of codes to audio."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 class Window:
     """A piece of one run's codes: `take` frames to decode, with frames of context on both sides.
 
-    codes   (frames, codes) int16; rows `left` to `left + take` become sound
+    codes   (frames, codes) int16; rows `left` to `left + take` become audio
     start   number of the first row in the run, from 0
     left    rows of context in front; fewer than the decoder's `left` only where the run begins
     final   no frame follows the last row; otherwise there are the decoder's `right` rows of context behind
@@ -35,7 +35,7 @@ class Window:
 
 
 class Decoder(Protocol):
-    """Turns windows into sound, so that cutting a run into windows changes nothing that can be heard."""
+    """Turns windows into audio; cutting a run into windows makes no audible difference."""
 
     codes: int
     """Codes per frame."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codec engine: codes to sound in chunks, all runs that have enough frames in one pass.
+"""The codec engine: codes to audio in chunks, all runs that have enough frames in one pass.
 
-A run's first chunk is small, so that sound starts early; later ones are larger, which costs less per second of sound.
+A run's first chunk is small, so that audio starts early; later ones are larger, which costs less per second of audio.
 A ramp between them keeps each chunk shorter than what has been said before it comes.
 """
 

@@ -53,13 +53,13 @@ PNG = png()
 def bodies(model: str) -> dict[str, list[dict[str, Any]]]:
     """Route → valid JSON bodies."""
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(PNG).decode()}"}}
-    sound = {"type": "input_audio", "input_audio": {"data": base64.b64encode(WAV).decode(), "format": "wav"}}
+    audio = {"type": "input_audio", "input_audio": {"data": base64.b64encode(WAV).decode(), "format": "wav"}}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     return {
         "/v1/chat/completions": [
             {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
             {"model": model, "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [
-                {"type": "text", "text": "what"}, image, sound]}], "stream": True, "n": 2, "seed": 1,
+                {"type": "text", "text": "what"}, image, audio]}], "stream": True, "n": 2, "seed": 1,
              "stream_options": {"include_usage": True}, "temperature": 0.5, "top_p": 0.9, "stop": ["a"],
              "logprobs": True, "top_logprobs": 2, "logit_bias": {"5": 1.0}, "deadlines": {"total_s": 9.0}},
             {"model": model, "messages": [
@@ -83,12 +83,12 @@ def bodies(model: str) -> dict[str, list[dict[str, Any]]]:
 
 def forms(model: str) -> dict[str, list[list[tuple[str, Any]]]]:
     """Route → fields of valid forms; a file is (name, bytes)."""
-    sound, image = ("a.wav", WAV), ("a.png", PNG)
+    audio, image = ("a.wav", WAV), ("a.png", PNG)
     return {
         "/v1/audio/transcriptions": [
-            [("file", sound), ("model", model), ("language", "en"), ("response_format", "verbose_json"),
+            [("file", audio), ("model", model), ("language", "en"), ("response_format", "verbose_json"),
              ("timestamp_granularities[]", "word"), ("chunking_strategy", "auto")],
-            [("file", sound), ("model", model), ("stream", "true"), ("stages[words][n]", "1")],
+            [("file", audio), ("model", model), ("stream", "true"), ("stages[words][n]", "1")],
         ],
         "/v1/images/edits": [
             [("image", image), ("mask", image), ("model", model), ("prompt", "x"), ("size", "16x16"), ("n", "1")],

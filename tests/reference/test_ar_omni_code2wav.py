@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""code2wav against transformers' network on the same codes: chunked, batched, ragged; and the whole chain to sound."""
+"""code2wav against transformers' network on the same codes: chunked, batched, ragged; and the whole chain to audio."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def whole(reference, codes):
 
 
 def decode(engine, many, pieces=1):
-    """Sound of several runs at once; every turn brings `pieces` frames of each."""
+    """Audio of several runs at once; every turn brings `pieces` frames of each."""
     runs = [Run(os.urandom(16), "r", GenerateRequest(), upstream=frozenset({"talker"})) for _ in many]
-    sound = {run: [] for run in runs}
+    audio = {run: [] for run in runs}
     ends = {}
     for run in runs:
         engine.open(run)
@@ -63,15 +63,15 @@ def decode(engine, many, pieces=1):
         while engine.has_work:
             for event in engine.step():
                 if isinstance(event, EngineOutput):
-                    sound[event.run].append(event.tensors[0].data)
+                    audio[event.run].append(event.tensors[0].data)
                 else:
                     ends[event.run] = event
     assert all(isinstance(ends[run], EngineFinished) for run in runs)
-    return [sound[run] for run in runs]
+    return [audio[run] for run in runs]
 
 
 def plan(frames):
-    """How many frames each piece of sound holds: four, then twenty-five at a time, then what is left."""
+    """How many frames each piece of audio holds: four, then twenty-five at a time, then what is left."""
     found, left = [], frames
     for size in [4] + [25] * frames:
         if left:
@@ -111,13 +111,13 @@ def test_each_frame_is_decoded_once(folder):
     assert sum(frames) == 80
 
 
-def test_rows_of_any_length_sound_in_a_batch_as_alone(folder):
+def test_rows_of_any_length_in_a_batch_equal_alone(folder):
     engine = code2wav(folder)
     many = [random_codes(frames, seed) for seed, frames in enumerate((1, 7, 33, 60, 4, 29))]
     together = decode(engine, many, pieces=3)
-    for codes, sound in zip(many, together, strict=True):
+    for codes, audio in zip(many, together, strict=True):
         alone = decode(engine, [codes])[0]
-        assert np.abs(np.concatenate(sound) - np.concatenate(alone)).max() < CLOSE
+        assert np.abs(np.concatenate(audio) - np.concatenate(alone)).max() < CLOSE
 
 
 @pytest.mark.gpu
@@ -130,8 +130,8 @@ def test_a_graph_says_what_the_network_says(folder):
     many = [random_codes(frames, seed) for seed, frames in enumerate((1, 7, 33, 60, 4, 29))]
     plain = decode(code2wav(folder, device="cuda"), many)
     graphs = decode(code2wav(folder, device="cuda", cuda_graph_windows=[1, 4]), many)
-    for expected, sound in zip(plain, graphs, strict=True):
-        assert np.abs(np.concatenate(sound) - np.concatenate(expected)).max() < 1e-5
+    for expected, audio in zip(plain, graphs, strict=True):
+        assert np.abs(np.concatenate(audio) - np.concatenate(expected)).max() < 1e-5
 
 
 def test_graphs_need_a_gpu(folder):
@@ -149,7 +149,7 @@ def test_codes_outside_the_codebook_are_refused(folder):
 
 
 def test_the_whole_chain_says_what_transformers_says(folder, reference):
-    """Text, every code and the waveform, eight chats at once; sound begins while the text is still being written."""
+    """Text, every code and the waveform, eight chats at once; audio begins while the text is still being written."""
     expected = references(reference)
     stages = engines(folder) | {"code2wav": code2wav(folder)}
     chain = Chain(PIPELINE, stages)
@@ -160,8 +160,8 @@ def test_the_whole_chain_says_what_transformers_says(folder, reference):
         chain.close()
     for job, spoken in zip(jobs, expected, strict=True):
         check(job, spoken)
-        # where transformers leaves out the last frame, the sound up to its last samples is the same
+        # where transformers leaves out the last frame, the audio up to its last samples is the same
         assert np.abs(job.audio()[: len(spoken.wave)] - spoken.wave).max() < 1e-5
-    first_sound = jobs[2].order.index(("code2wav", "EngineOutput"))
+    first_audio = jobs[2].order.index(("code2wav", "EngineOutput"))
     last_text = len(jobs[2].order) - 1 - jobs[2].order[::-1].index(("thinker", "EngineOutput"))
-    assert first_sound < last_text
+    assert first_audio < last_text

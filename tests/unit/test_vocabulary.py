@@ -79,8 +79,6 @@ NOT_YET_RENAMED: frozenset[str] = frozenset(
 )
 NOT_YET_SWEPT: frozenset[str] = frozenset(
     {
-        "backends/ar",
-        "backends/codec",
         "backends/core",
         "backends/diffusion",
         "backends/orchestrator",
@@ -88,9 +86,6 @@ NOT_YET_SWEPT: frozenset[str] = frozenset(
         "backends/tools",
         "backends/triton",
         "backends/worker",
-        "client",
-        "docs",
-        "perf/results",
         "tests/chaos",
         "tests/kit",
         "tests/reference",

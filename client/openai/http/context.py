@@ -54,7 +54,7 @@ class RequestContext:
     body_bytes   of these, those of its body, until it has been parsed
     traceparent  W3C trace context that goes on to the server; "" for none
     status       of the response; CLIENT_GONE until it starts
-    key          that the request brought; None without one, which is allowed on some routes only
+    key          of the request; None without one, which is allowed on some routes only
     ignored      names of unknown parameters that were dropped; None: they are refused
     """
 

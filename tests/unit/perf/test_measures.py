@@ -51,20 +51,20 @@ def test_two_ends_are_an_error():
     assert not measures.trace_of(exported((5, END, 0.0), (6, END, 0.0))).completed
 
 
-def test_sound_that_comes_in_time_has_no_pause():
+def test_audio_that_comes_in_time_has_no_pause():
     one = talk((1.0, 0.5), (1.2, 0.5), (1.9, 0.5))
     assert measures.underruns_s(one) == []
     assert measures.continuous(one)
     assert measures.real_time_factor(one) == pytest.approx(1.9 / 1.5)
 
 
-def test_the_player_waits_for_late_sound_and_goes_on_from_there():
+def test_the_player_waits_for_late_audio_and_goes_on_from_there():
     one = talk((1.0, 0.5), (1.75, 0.5), (2.3, 0.5))  # trace_of until 1.5, then until 2.25
     assert measures.underruns_s(one) == pytest.approx([0.25, 0.05])
     assert not measures.continuous(one)
 
 
-def test_a_pause_of_a_tenth_of_a_second_is_not_heard():
+def test_a_pause_of_a_tenth_of_a_second_is_not_counted():
     assert measures.continuous(talk((0.0, 0.5), (0.59, 0.5)))
 
 
