@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our numbers on Triton's metrics page. Families are made in `initialize`; the server merges equal names.
 
-Measured on 24.10: a metric call holds the GIL while it waits for the server, and the server stops answering as
-soon as it unloads a model: a call at that moment freezes the stub. Triton unloads only models without open requests, so numbers are published by
-the sender of an open request and at no other time: every 5 s, and before its FINAL. (Nor in `initialize`: with
-some hundred calls there, 3 of 28 servers under heavy load ended with a lock_exception of the Python backend.)
+Measured on 24.10: a metric call holds the GIL while it waits for the server, and the server stops answering as soon as
+it unloads a model: a call at that moment freezes the stub. Triton unloads only models without open requests, so numbers
+are published by the sender of an open request and at no other time: every 5 s, and before its FINAL. (Nor in
+`initialize`: with some hundred calls there, 3 of 28 servers under heavy load ended with a lock_exception of the Python
+backend.)
 """
 
 from __future__ import annotations
