@@ -73,7 +73,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     top_p               smallest set of tokens with this probability
     top_k               -1 or 0: off
     min_p               least probability, relative to the best token's
-    seed                same seed, same tokens
+    seed                repeats the same tokens; beside other runs for certain only where the stage is `batch_invariant`
     stop                texts that end the output
     repetition_penalty  1 is none
     frequency_penalty   per earlier use of a token

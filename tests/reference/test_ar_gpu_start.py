@@ -27,6 +27,7 @@ from triton_omni.backends.ar.graph_check import fall_back_if_graphs_differ  # no
 from triton_omni.backends.ar.load import engine_arguments  # noqa: E402
 from triton_omni.backends.ar.options import read_options  # noqa: E402
 from triton_omni.backends.config.load import read_deploy  # noqa: E402
+from triton_omni.backends.core.engine import OptionsError  # noqa: E402
 from triton_omni.backends.core.pipeline import EngineContext  # noqa: E402
 
 GPU_BYTES = 24 * 10**9  # of a deploy file that does not say
@@ -58,6 +59,22 @@ def test_each_stage_of_a_gpu_may_start_beside_the_others(path, tmp_path):
             request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=share))
             checked += 1
     assert checked
+
+
+# --- batch invariance ------------------------------------------------------------------------------------------------
+def arguments(folder, device, **given):
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    options = read_options({"model": str(folder)} | given, "thinker")
+    return engine_arguments(options, EngineContext("chat", "thinker", {}, device))
+
+
+def test_batch_invariant_is_float32_on_a_cpu(tmp_path):
+    assert arguments(tmp_path, "cpu")["dtype"] == "auto"
+    for dtype in ("auto", "float32"):
+        assert arguments(tmp_path, "cpu", batch_invariant=True, dtype=dtype)["dtype"] == "float32"
+    with pytest.raises(OptionsError, match="batch_invariant needs dtype float32"):
+        arguments(tmp_path, "cpu", batch_invariant=True, dtype="bfloat16")
+    assert arguments(tmp_path, "cuda", batch_invariant=True, dtype="bfloat16")["dtype"] == "bfloat16"
 
 
 # --- captured steps --------------------------------------------------------------------------------------------------
