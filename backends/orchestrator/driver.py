@@ -288,13 +288,13 @@ class Orchestrator:
         """
         if state.deferred or (nbytes is not None and not state.has_room(nbytes)):
             state.blocked_s = self._clock() if state.blocked_s is None else state.blocked_s
-            state.deferred.append((event, nbytes))
+            state.deferred.append((event, nbytes or 0))
         else:
             self._apply(state, event)
 
     def _resume(self, state: RequestState) -> None:
         """Apply what waits for the client and may go on now."""
-        while state.deferred and state.has_room(state.deferred[0][1] or 0):
+        while state.deferred and state.has_room(state.deferred[0][1]):
             state.last_activity_s = self._clock()
             self._apply(state, state.deferred.popleft()[0])
         if not state.deferred:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from errno import EINVAL
 
@@ -23,7 +23,7 @@ _WHITELIST = ",".join(FORMATS.values())
 
 
 @contextmanager
-def opened(data: bytes, kind: str) -> Iterator[av.container.InputContainer]:
+def opened(data: bytes, kind: str) -> Generator[av.container.InputContainer]:
     """Demuxer of a file with a track of `kind`, "audio" or "video". FFmpeg's errors in the body become MediaError."""
     try:
         options = {"format_whitelist": _WHITELIST}

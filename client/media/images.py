@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import struct
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -94,7 +94,7 @@ def _scale_color_key(image: Image.Image, raw_mode: object) -> None:
     if isinstance(key, int) and isinstance(raw_mode, str) and raw_mode in _GREY_STEP:
         image.info["transparency"] = min(key * _GREY_STEP[raw_mode], 255)
     elif isinstance(key, tuple) and raw_mode == "RGB;16B":
-        image.info["transparency"] = tuple(level >> 8 for level in key)
+        image.info["transparency"] = tuple(level >> 8 for level in cast("tuple[int, ...]", key))
 
 
 def _transposed(image: Image.Image) -> Image.Image:
