@@ -7,8 +7,8 @@ counts again. Every value keeps the file and line that it comes from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,122 +19,105 @@ if TYPE_CHECKING:
     import yaml
 
 PLATFORMS: tuple[Build, ...] = ("cpu", "cuda")
-BLOCK_KEYS = ("orchestrator", "stages")
-Keys = tuple[str, ...]
+BLOCK_KEYS = frozenset({"orchestrator", "stages"})
 
 
-@dataclass
-class Layers:
-    """Merged values. `origins` maps the keys of each leaf to "FILE:LINE"; `files` are all files, the base first."""
+@dataclass(frozen=True)
+class Leaf:
+    """A value that is no mapping, or an empty one, and where it stands: "FILE:LINE"."""
 
-    values: dict[str, Any] = field(default_factory=dict[str, Any])
-    origins: dict[Keys, str] = field(default_factory=dict[Keys, str])
-    files: list[Path] = field(default_factory=list[Path])
-
-    def merge(self, values: Mapping[str, Any], origins: Mapping[Keys, str]) -> None:
-        """Add a layer over the present ones."""
-        _merge(self.values, values)
-        for keys, origin in origins.items():
-            if isinstance(_value_at(values, keys), dict):  # an empty mapping replaces nothing
-                continue
-            for old in [old for old in self.origins if old[: len(keys)] == keys or keys[: len(old)] == old]:
-                del self.origins[old]
-            self.origins[keys] = origin
+    value: Any
+    origin: str
 
 
-def read_layers(path: Path, platform: Build) -> Layers:
-    """The deploy file at `path` with all that it extends. Raises ConfigError naming the file."""
-    chain: list[tuple[Path, Any, dict[Keys, str]]] = []
-    while True:
-        if any(path.resolve() == file.resolve() for file, _, _ in chain):
+Tree = dict[str, "Tree | Leaf"]
+
+
+def read_layers(path: Path, platform: Build) -> tuple[Tree, list[Path]]:
+    """The deploy file at `path` merged with all that it extends, and the files, base first. Raises ConfigError."""
+    chain: list[tuple[Path, Tree]] = []
+    base: Tree | Leaf | None = Leaf(path.name, "")
+    while base is not None:
+        if not (isinstance(base, Leaf) and isinstance(base.value, str)):
+            raise ConfigError(f"{path.name}: extends must be the name of a deploy file")
+        path = path.parent / base.value
+        if any(path.resolve() == file.resolve() for file, _ in chain):
             raise ConfigError(f"{path.name}: extends itself")
-        values, origins = _read(path)
-        chain.append((path, values, origins))
-        base = values.pop("extends", None) if isinstance(values, dict) else None
-        if base is None:
-            break
-        if not isinstance(base, str):
-            raise ConfigError(f"{path.name}: extends must be the name of a deploy file (got {base!r})")
-        path = path.parent / base
-    layers = Layers()
-    for file, values, origins in reversed(chain):
-        _add_file(layers, file, values, origins, platform)
-    return layers
+        chain.append((path, _read(path)))
+        base = chain[-1][1].pop("extends", None)
+    merged: Tree = {}
+    for file, tree in reversed(chain):
+        blocks = {name: tree.pop(name) for name in PLATFORMS if name in tree}
+        name = merged.get("pipeline")
+        if isinstance(name, Leaf) and values_of(tree).get("pipeline", name.value) != name.value:
+            raise ConfigError(f"{file.name}: pipeline must be '{name.value}', as in the file that it extends")
+        _merge(merged, tree)
+        for block_name, block in blocks.items():
+            if isinstance(block, Leaf) or not set(block) <= BLOCK_KEYS:
+                keys = ", ".join(sorted(BLOCK_KEYS))
+                raise ConfigError(f"{file.name}: block `{block_name}` may only have the keys {keys}")
+            if block_name == platform:
+                _merge(merged, block)
+    return merged, [file for file, _ in reversed(chain)]
 
 
-def _add_file(layers: Layers, file: Path, values: Any, origins: Mapping[Keys, str], platform: Build) -> None:
-    layers.files.append(file)
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file.name}: must be a mapping of keys to values")
-    blocks = {name: values.pop(name) for name in PLATFORMS if name in values}
-    name = layers.values.get("pipeline")
-    if name is not None and values.get("pipeline", name) != name:
-        raise ConfigError(f"{file.name}: pipeline must be '{name}', as in the file that it extends")
-    layers.merge(values, {keys: at for keys, at in origins.items() if keys[0] not in (*PLATFORMS, "extends")})
-    for block_name, block in blocks.items():
-        if not isinstance(block, dict) or not set(block) <= set(BLOCK_KEYS):
-            raise ConfigError(f"{file.name}: block `{block_name}` may only have the keys {', '.join(BLOCK_KEYS)}")
-    if platform in blocks:
-        own = {keys[1:]: f"{at} ({platform})" for keys, at in origins.items() if keys[0] == platform and keys[1:]}
-        layers.merge(blocks[platform], own)
+def values_of(tree: Tree) -> dict[str, Any]:
+    """The values alone."""
+    return {key: below.value if isinstance(below, Leaf) else values_of(below) for key, below in tree.items()}
 
 
-def _value_at(values: Mapping[str, Any], keys: Keys) -> Any:
-    value: Any = values
-    for key in keys:
-        value = value[key]
-    return value
+def leaves(tree: Tree, above: tuple[str, ...] = ()) -> Iterator[tuple[str, Leaf]]:
+    """Every value with its keys, joined by dots."""
+    for key, below in tree.items():
+        if isinstance(below, Leaf):
+            yield ".".join((*above, key)), below
+        else:
+            yield from leaves(below, (*above, key))
 
 
-def _merge(base: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        if value is None and key in base:
+def _merge(base: Tree, over: Tree, in_stages: bool = False) -> None:
+    """Add a layer. `tokens:` without a value is a stage with defaults, or an unchanged one."""
+    for key, value in over.items():
+        below = base.get(key)
+        if isinstance(value, dict):
+            target: Tree = below if isinstance(below, dict) else {}
+            base[key] = target
+            _merge(target, value, key == "stages" and not in_stages)
+        elif value.value == {} or (value.value is None and in_stages):
+            base.setdefault(key, {})
+        elif value.value is None and key in base:
             del base[key]
-        elif isinstance(value, dict):
-            below = base.get(key)
-            base[key] = below if isinstance(below, dict) else {}
-            _merge(base[key], value)
         else:
             base[key] = value
 
 
-def _read(path: Path) -> tuple[Any, dict[Keys, str]]:
-    """Values of one YAML file, and the place of each leaf."""
+def _read(path: Path) -> Tree:
+    """One YAML file. Raises ConfigError naming it."""
     import yaml
 
-    origins: dict[Keys, str] = {}
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         try:
             node = loader.get_single_node()
-            values = loader.construct_document(node) if node is not None else None
-            if node is not None:
-                _find_origins(loader, node, (), path.name, origins)
+            tree = None if node is None else _tree(loader, node, path.name)
         finally:
             loader.dispose()
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path.name}: {error}") from None
-    _empty_stages(values)
-    return values, origins
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path.name}: must be a mapping of keys to values")
+    return tree
 
 
-def _find_origins(loader: yaml.SafeLoader, node: yaml.Node, keys: Keys, file: str, origins: dict[Keys, str]) -> None:
+def _tree(loader: yaml.SafeLoader, node: yaml.Node, file: str) -> Tree | Leaf:
     import yaml
 
     if not isinstance(node, yaml.MappingNode) or not node.value:
-        origins[keys] = f"{file}:{node.start_mark.line + 1}"
-        return
-    seen: set[str] = set()
+        return Leaf(loader.construct_object(node, deep=True), f"{file}:{node.start_mark.line + 1}")
+    tree: Tree = {}
     for key_node, value_node in node.value:
         key = str(loader.construct_object(key_node, deep=True))
-        if key in seen:
+        if key in tree:
             raise ConfigError(f"{file}:{key_node.start_mark.line + 1}: key '{key}' is used twice")
-        seen.add(key)
-        _find_origins(loader, value_node, (*keys, key), file, origins)
-
-
-def _empty_stages(values: Any) -> None:
-    """`tokens:` without a value means a stage with defaults, or unchanged in an extending file."""
-    for block in [values, *(values.get(name) for name in PLATFORMS)] if isinstance(values, dict) else []:
-        if isinstance(block, dict) and isinstance(block.get("stages"), dict):
-            block["stages"] = {name: {} if stage is None else stage for name, stage in block["stages"].items()}
+        tree[key] = _tree(loader, value_node, file)
+    return tree

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_omni.backends.config.gpu_memory import gpu_memory_errors
-from triton_omni.backends.config.layers import read_layers
+from triton_omni.backends.config.layers import read_layers, values_of
 from triton_omni.backends.config.paths import Build
 from triton_omni.backends.config.schema import ConfigError, Deploy, OrchestratorDeploy, StageDeploy, convert
 from triton_omni.backends.core.pipeline import Pipeline
@@ -16,7 +16,7 @@ from triton_omni.backends.core.pipeline import Pipeline
 
 def read_deploy(path: Path, platform: Build = "cpu") -> Deploy:
     """The deploy file at `path` with all that it extends. Raises ConfigError with every error, file and key."""
-    return to_deploy(read_layers(path, platform).values, path.name)
+    return to_deploy(values_of(read_layers(path, platform)[0]), path.name)
 
 
 def to_deploy(values: Mapping[str, Any], place: str) -> Deploy:

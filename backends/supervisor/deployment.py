@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from triton_omni.backends import repository
 from triton_omni.backends.config import paths
-from triton_omni.backends.config.layers import Keys, read_layers
+from triton_omni.backends.config.layers import leaves, read_layers, values_of
 from triton_omni.backends.config.load import to_deploy
 from triton_omni.backends.config.schema import ConfigError
 from triton_omni.backends.supervisor.errors import Report, SetupError
@@ -50,23 +49,14 @@ def show_deploy(options: argparse.Namespace, report: Report) -> int:
     """`triton-omni doctor --deploy FILE`: each merged value and its origin, then all errors; returns the exit code."""
     file, platform = options.deploy, options.platform or paths.engine_build()
     try:
-        layers = read_layers(file, platform)
-        report(f"# platform {platform}; {' < '.join(str(path) for path in layers.files)}")
-        for keys, value in leaves(layers.values):
-            line = f"{'.'.join(keys)}: {value!r}"
-            report(f"{line:{_VALUE_COLUMN}} # {layers.origins.get(keys, 'default')}")
-        errors = repository.check(to_deploy(layers.values, file.name))
+        tree, files = read_layers(file, platform)
+        report(f"# platform {platform}; {' < '.join(map(str, files))}")
+        for keys, leaf in leaves(tree):
+            line = f"{keys}: {leaf.value!r}"
+            report(f"{line:{_VALUE_COLUMN}} # {leaf.origin}")
+        errors = repository.check(to_deploy(values_of(tree), file.name))
     except (ConfigError, LookupError) as error:
         errors = str(error).splitlines()
     for error in errors:
         report(f"error: {error}")
     return 1 if errors else 0
-
-
-def leaves(values: dict[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Every value that is no mapping with its keys; an empty mapping counts as a value."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, (*above, key))
-        else:
-            yield (*above, key), value
