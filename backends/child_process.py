@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How child processes end with their parent, however it ends."""
+"""Child processes: their environment variables, and their end with their parent. Standard library only."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Thread
 
+INTERPRETER_VARIABLES = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+"""Variables that make a Python find the packages of another environment."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)  # loaded here: `signal_on_parent_death` may run between fork and exec
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those that lead a Python to another environment's packages."""
+    return {name: value for name, value in environ.items() if name not in INTERPRETER_VARIABLES}
 
 
 def signal_on_parent_death(number: int) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from msgspec import structs
 
 from triton_omni.backends import wire
-from triton_omni.backends.config.load import deploy_errors, load_deploy, read_deploy
 from triton_omni.backends.config.paths import Build
 from triton_omni.backends.config.schema import Deploy, StageDeploy, to_parameters
 from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.pipeline import Pipeline, Stage, accept_all
+from triton_omni.backends.deploy.load import deploy_errors, load_deploy, read_deploy
 
 TRITON_TYPES = {
     "bool": "TYPE_BOOL", "uint8": "TYPE_UINT8", "int8": "TYPE_INT8", "int16": "TYPE_INT16", "int32": "TYPE_INT32",

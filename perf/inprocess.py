@@ -22,7 +22,6 @@ from typing import Any
 from perf.harness import request_json
 from perf.measures import Piece
 from triton_omni.backends.config import paths
-from triton_omni.backends.config.load import load_deploy
 from triton_omni.backends.core.chunk import Chunk
 from triton_omni.backends.core.engine import (
     Engine,
@@ -35,6 +34,7 @@ from triton_omni.backends.core.engine import (
 )
 from triton_omni.backends.core.generate import GenerateRequest, decode_request
 from triton_omni.backends.core.pipeline import EngineContext, Pipeline
+from triton_omni.backends.deploy.load import load_deploy
 from triton_omni.backends.pipelines import load
 from triton_omni.backends.supervisor.home import REPO
 

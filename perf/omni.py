@@ -25,9 +25,9 @@ from typing import Any
 from perf.analyze import checked
 from perf.harness import analyze, bare_server
 from perf.measures import gaps_ms, percentile, summarize, trace_of
-from triton_omni.backends.config.load import read_deploy
 from triton_omni.backends.control.hub import probe
 from triton_omni.backends.control.records import read_records
+from triton_omni.backends.deploy.load import read_deploy
 from triton_omni.backends.repository import write
 from triton_omni.backends.supervisor.serve import run_folder
 

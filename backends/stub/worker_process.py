@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from triton_omni.backends.child_process import clean_environment
 from triton_omni.backends.config import paths
-from triton_omni.backends.config.environment import clean_environment
 from triton_omni.backends.control.records import State
 
 log = logging.getLogger("triton_omni.stub")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from triton_omni.backends import repository
 from triton_omni.backends.config import paths
-from triton_omni.backends.config.layers import leaves, read_layers, values_of
-from triton_omni.backends.config.load import to_deploy
 from triton_omni.backends.config.schema import ConfigError
+from triton_omni.backends.deploy.layers import leaves, read_layers, values_of
+from triton_omni.backends.deploy.load import to_deploy
 from triton_omni.backends.supervisor.errors import Report, SetupError
 
 _HINT = "correct {file}; docs/operations.md explains the keys"

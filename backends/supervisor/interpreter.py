@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from triton_omni.backends.child_process import clean_environment
 from triton_omni.backends.config import paths
-from triton_omni.backends.config.environment import clean_environment
 from triton_omni.backends.supervisor.errors import SetupError
 
 _STARTED = "triton_omni_engine"  # -X option of the process that use_engine_python became

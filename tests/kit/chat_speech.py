@@ -9,13 +9,13 @@ import numpy as np
 
 from tests.kit import engine_driver as drive
 from triton_omni.backends.codec.engine import CodecEngine
-from triton_omni.backends.config.load import load_deploy
 from triton_omni.backends.config.paths import models_dir
 from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.engine import EngineChunk, EngineOutput
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part, TranscriptionParams
 from triton_omni.backends.core.outputs import TranscriptPiece
 from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.deploy.load import load_deploy
 from triton_omni.backends.pipelines.chat import pipeline
 from triton_omni.backends.pipelines.chat.code2wav import SAMPLE_RATE_HZ
 from triton_omni.backends.pipelines.chat.talker import TalkerEngine

@@ -26,9 +26,9 @@ from vllm.v1.worker.utils import request_memory  # noqa: E402
 from triton_omni.backends.ar.graph_check import fall_back_if_graphs_differ  # noqa: E402
 from triton_omni.backends.ar.load import engine_arguments  # noqa: E402
 from triton_omni.backends.ar.options import read_options  # noqa: E402
-from triton_omni.backends.config.load import read_deploy  # noqa: E402
 from triton_omni.backends.core.engine import OptionsError  # noqa: E402
 from triton_omni.backends.core.pipeline import EngineContext  # noqa: E402
+from triton_omni.backends.deploy.load import read_deploy  # noqa: E402
 
 GPU_BYTES = 24 * 10**9  # of a deploy file that does not say
 PIPELINES = Path(__file__).resolve().parents[2] / "backends" / "pipelines"

@@ -18,11 +18,11 @@ from tests.kit import published_image as published
 from tests.kit.diffusers_edit import edit_with, load_stock
 from tests.kit.tiny_edit import edit_run, photo
 from tests.kit.tiny_image import finish, images_of
-from triton_omni.backends.config.load import load_deploy
 from triton_omni.backends.core.engine import Run
 from triton_omni.backends.core.generate import decode_request
 from triton_omni.backends.core.ids import new_run_id
 from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.deploy.load import load_deploy
 from triton_omni.backends.diffusion.image_params import resolve
 from triton_omni.backends.diffusion.options import read_options
 from triton_omni.backends.pipelines import qwen_image

@@ -13,9 +13,9 @@ import pytest
 
 import triton_omni.backends.pipelines
 from tests.kit.engine_contract import CHECKS, Subject, check_name
-from triton_omni.backends.config.load import load_deploy
 from triton_omni.backends.core.generate import GenerateRequest, Message
 from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.deploy.load import load_deploy
 from triton_omni.backends.repository import repository_files
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "adding-a-pipeline.md"

@@ -28,10 +28,11 @@ MAY_IMPORT = {
     "pipelines": frozenset({"core", "config"}) | ENGINES,
     "worker": frozenset({"child_process", "core", "telemetry", "connectors", "control", "pipelines"}),
     "orchestrator": frozenset({"core", "telemetry", "control", "config"}),
-    "stub": frozenset({"core", "wire", "control", "config", "connectors"}),
+    "stub": frozenset({"child_process", "core", "wire", "control", "config", "connectors"}),
     "triton": frozenset({"core", "telemetry", "wire", "control", "config", "orchestrator", "stub", "pipelines"}),
-    "repository": frozenset({"core", "wire", "config", "pipelines"}),
-    "supervisor": frozenset({"child_process", "config", "control", "repository"}),
+    "deploy": frozenset({"core", "config"}),
+    "repository": frozenset({"core", "wire", "config", "deploy", "pipelines"}),
+    "supervisor": frozenset({"child_process", "config", "control", "deploy", "repository"}),
     "tools": frozenset({"diffusion"}),
 }
 """Package → packages that it may import; a permission that nothing uses fails the test."""

@@ -10,8 +10,8 @@ import pytest
 
 from triton_omni import cli
 from triton_omni.backends import repository
-from triton_omni.backends.config.load import load_deploy
 from triton_omni.backends.config.schema import Deploy, StageDeploy
+from triton_omni.backends.deploy.load import load_deploy
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 
 

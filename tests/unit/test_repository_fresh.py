@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.expect import accepts
-from triton_omni.backends.config.load import load_deploy
+from triton_omni.backends.deploy.load import load_deploy
 from triton_omni.backends.pipelines import load
 from triton_omni.backends.repository import deploy_files, repository_files
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triton_omni.backends.config.environment import INTERPRETER_VARIABLES, clean_environment
+from triton_omni.backends.child_process import INTERPRETER_VARIABLES, clean_environment
 from triton_omni.backends.config.paths import LOOPBACK_HOSTS, LOOPBACK_VARIABLE, RUN_DIR_VARIABLE
 from triton_omni.backends.supervisor.errors import SetupError
 from triton_omni.backends.supervisor.gpu_host import gpu_devices

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from triton_omni.backends.config.environment import clean_environment
+from triton_omni.backends.child_process import clean_environment
 from triton_omni.backends.supervisor.errors import Report, SetupError
 from triton_omni.backends.supervisor.serve import processes
 

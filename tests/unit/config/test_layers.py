@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.backends.config.gpu_memory import gpu_memory_errors
-from triton_omni.backends.config.layers import leaves, read_layers
-from triton_omni.backends.config.load import load_deploy, read_deploy
 from triton_omni.backends.config.schema import ConfigError, StageDeploy
+from triton_omni.backends.deploy.gpu_memory import gpu_memory_errors
+from triton_omni.backends.deploy.layers import leaves, read_layers
+from triton_omni.backends.deploy.load import load_deploy, read_deploy
 from triton_omni.backends.pipelines import load
 from triton_omni.backends.supervisor.deployment import show_deploy
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from triton_omni.backends.config.load import load_deploy
 from triton_omni.backends.config.schema import (
     ConfigError,
     Deploy,
@@ -15,6 +14,7 @@ from triton_omni.backends.config.schema import (
     from_parameters,
     to_parameters,
 )
+from triton_omni.backends.deploy.load import load_deploy
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 
 ENGINE = {"model": 'a "quoted" \\ name\n', "n": 3, "f": 0.5, "on": True, "none": None, "list": [1, {"x": "y"}], "": 1}

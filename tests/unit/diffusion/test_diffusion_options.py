@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from tests.kit.orchestrator_harness import scene
-from triton_omni.backends.config.load import load_deploy
 from triton_omni.backends.config.schema import OrchestratorDeploy, from_parameters
 from triton_omni.backends.core.engine import OptionsError
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, ImageParams, Message, Part, Sampling
 from triton_omni.backends.core.pipeline import Pipeline
+from triton_omni.backends.deploy.load import load_deploy
 from triton_omni.backends.diffusion.image_params import resolve
 from triton_omni.backends.diffusion.options import ImageDefaults, ImageLimits, read_options
 from triton_omni.backends.orchestrator.check import check_request

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from triton_omni.backends.config.gpu_memory import gpu_memory_errors
-from triton_omni.backends.config.layers import read_layers, values_of
 from triton_omni.backends.config.paths import Build
 from triton_omni.backends.config.schema import ConfigError, Deploy, OrchestratorDeploy, StageDeploy, convert
 from triton_omni.backends.core.pipeline import Pipeline
+from triton_omni.backends.deploy.gpu_memory import gpu_memory_errors
+from triton_omni.backends.deploy.layers import read_layers, values_of
 
 
 def read_deploy(path: Path, platform: Build = "cpu") -> Deploy:
