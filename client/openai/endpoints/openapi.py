@@ -68,7 +68,7 @@ def document() -> bytes:
     bodies = [("application/json", path, kind) for path, kind in BODIES.items()]
     bodies += [("multipart/form-data", path, kind) for path, (kind, _) in FORMS.items()]
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    value = {
+    value: Json = {
         "openapi": "3.1.0",
         "info": {"title": "Triton-Omni", "version": "1", "description": "OpenAI's API over pipelines in Triton."},
         "paths": {

@@ -55,7 +55,7 @@ def from_text(text: str, node: inspect.Type | None) -> Any:
 def _loads(text: str) -> Any:
     """The value. Refuses what Python reads and other JSON parsers do not: lone surrogates, NaN and infinity."""
     value = json.loads(text, parse_constant=_finite, parse_float=_finite)
-    level = [value]
+    level: list[Any] = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _children(outer)]
         if not level:
@@ -69,8 +69,9 @@ def _loads(text: str) -> Any:
 
 def _children(value: Any) -> Iterable[Any]:
     """The arrays and objects directly inside one."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [item for item in cast(Iterable[Any], inner) if isinstance(item, dict | list)]
+    if isinstance(value, dict):
+        value = cast(Values, value).values()
+    return [item for item in cast(Iterable[Any], value) if isinstance(item, dict | list)]
 
 
 def _finite(text: str) -> float:
@@ -107,19 +108,20 @@ def _clean(value: Any, node: inspect.Type | None, path: str, ignored: list[str] 
     """The value without what counts as not sent; it follows the declared types, so its depth is theirs."""
     for member in members(node):
         if isinstance(member, inspect.StructType) and isinstance(value, dict):
-            if member.tag_field is None or value.get(member.tag_field) == member.tag:
-                _clean_object(cast(Values, value), member, path, ignored)
+            fields = cast(Values, value)
+            if member.tag_field is None or fields.get(member.tag_field) == member.tag:
+                _clean_object(fields, member, path, ignored)
         elif isinstance(member, inspect.ListType) and isinstance(value, list):
             items = cast(list[Any], value)
             items[:] = [_clean(item, member.item_type, f"{path}[{i}]", ignored) for i, item in enumerate(items)]
         elif isinstance(member, inspect.IntType) and isinstance(value, float) and value.is_integer():
             return int(value)
-    return value
+    return cast(Any, value)
 
 
 def _clean_object(value: Values, node: inspect.StructType, path: str, ignored: list[str] | None) -> None:
     types = {field.encode_name: field.type for field in node.fields}
-    known = cast(type[Strict], node.cls) if issubclass(node.cls, Strict) else None
+    known = node.cls if issubclass(node.cls, Strict) else None
     for name in list(value):
         if name in types:
             value[name] = _clean(value[name], types[name], f"{path}.{name}", ignored)
