@@ -5,8 +5,11 @@ timed segments for the client (operation `transcription`).
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +27,11 @@ OUTPUT = TranscriptPiece.kind
 """Name of the output for clients."""
 LANGUAGE = "english"
 NO_SAMPLES = np.zeros(0, np.float32)
+SHORT_SAMPLES = 8 * SAMPLE_RATE_HZ
+"""A window up to this is transcribed within a step; longer ones in a thread, so that short clips need not wait."""
+WAIT_S = 0.005
+"""A step without other work waits this long for the thread; then the worker may take new runs."""
+BACKGROUND_NICE = 10
 
 
 @dataclass(eq=False, slots=True)
@@ -49,13 +57,17 @@ class TranscriberRunState:
 
 
 class TranscriberEngine:
-    """core.engine.Engine. A step transcribes one window of one run; runs take turns."""
+    """core.engine.Engine. Runs take turns by windows: short windows in `step`, one long window at a time beside it."""
 
     def __init__(self, stage: str, transcriber: Transcriber, max_audio_s: float) -> None:
         self.stage = stage
         self._transcriber = transcriber
         self._max_audio_s = max_audio_s
         self._runs: deque[Run] = deque()
+        self._background: Future[WindowTranscript] | None = None
+        self._background_run: Run | None = None
+        """None if the run was stopped meanwhile; its result is dropped."""
+        self._thread = ThreadPoolExecutor(1, "transcriber", initializer=_lower_priority)
 
     def open(self, run: Run) -> None:
         clips = clips_of(run.request, run.inputs, self._max_audio_s)
@@ -70,30 +82,46 @@ class TranscriberEngine:
     def stop(self, run: Run) -> None:
         if run in self._runs:
             self._runs.remove(run)
+        if run is self._background_run:
+            self._background_run = None
 
     @property
     def has_work(self) -> bool:
-        return any(not run.blocked for run in self._runs)
+        return self._background is not None or any(not run.blocked for run in self._runs)
 
     def step(self) -> Sequence[EngineEvent]:
-        run = next((run for run in self._runs if not run.blocked), None)
-        if run is None:
+        ready = [run for run in self._runs if not run.blocked]
+        short = next((run for run in ready if _samples_left(run) <= SHORT_SAMPLES), None)
+        long = next((run for run in ready if _samples_left(run) > SHORT_SAMPLES), None)
+        if self._background is None and long is not None:
+            self._runs.remove(long)
+            self._background_run = long
+            self._background = self._thread.submit(self._transcribe, long)
+        if short is not None:
+            self._runs.remove(short)
+            return self._advance(short, self._transcribe(short))
+        if self._background is None or not wait((self._background,), WAIT_S).done:
             return ()
-        self._runs.remove(run)
+        run, window = self._background_run, self._background.result()
+        self._background = self._background_run = None
+        return self._advance(run, window) if run is not None else ()
+
+    def _transcribe(self, run: Run) -> WindowTranscript:
         state: TranscriberRunState = run.state
         if not len(state.rest):
             state.rest = state.clips.popleft().resampled()
-        is_output = OUTPUT in run.wanted
-        window = self._transcriber.transcribe(state.rest, timestamps=is_output)
-        events = [_output(run, state, window, segment) for segment in window.segments] if is_output else []
-        return [*events, *self._advance(run, state, window)]
+        return self._transcriber.transcribe(state.rest, timestamps=OUTPUT in run.wanted)
 
-    def _advance(self, run: Run, state: TranscriberRunState, window: WindowTranscript) -> Sequence[EngineEvent]:
-        """Go on behind the window: to the rest of the part, the next part, or the end."""
+    def _advance(self, run: Run, window: WindowTranscript) -> Sequence[EngineEvent]:
+        """The window's output; go on behind it: to the rest of the part, the next part, or the end."""
+        state: TranscriberRunState = run.state
+        events: list[EngineEvent] = []
+        if OUTPUT in run.wanted:
+            events += [_output(run, state, window, segment) for segment in window.segments]
         state.texts += [segment.text for segment in window.segments]
         state.rest = state.rest[window.end :]
         state.offset_s += window.end / SAMPLE_RATE_HZ
-        events: list[EngineEvent] = [EngineProgress(run, round(state.offset_s, 3), round(state.seconds, 3))]
+        events.append(EngineProgress(run, round(state.offset_s, 3), round(state.seconds, 3)))
         if not len(state.rest):
             if run.feeds:
                 events.append(EngineChunk(run, piece=TranscriptPiece(" ".join(state.texts), part=state.index)))
@@ -107,6 +135,19 @@ class TranscriberEngine:
 
     def close(self) -> None:
         self._runs.clear()
+        self._background_run = None
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _samples_left(run: Run) -> float:
+    """Samples at 16 kHz of the run's part that is begun, or of the next one."""
+    state: TranscriberRunState = run.state
+    return len(state.rest) or state.clips[0].seconds * SAMPLE_RATE_HZ
+
+
+def _lower_priority() -> None:
+    """Of this thread alone: Linux counts niceness by thread."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICE)
 
 
 def _output(run: Run, state: TranscriberRunState, window: WindowTranscript, segment: Segment) -> EngineOutput:

@@ -81,7 +81,7 @@ class WhisperModel:
 
         self._storage = ctranslate2.StorageView.from_array
         self._model = ctranslate2.models.Whisper(
-            str(folder), device, compute_type=compute_type, intra_threads=threads, inter_threads=1
+            str(folder), device, compute_type=compute_type, intra_threads=threads, inter_threads=2
         )
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         start, no_timestamps, self._end = (

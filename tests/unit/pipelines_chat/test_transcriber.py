@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import msgspec
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part, TranscriptionParams
 from triton_omni.backends.core.outputs import SegmentDecoding, TranscriptPiece
 from triton_omni.backends.pipelines.chat.audio_windows import SAMPLE_RATE_HZ, WINDOW_SAMPLES
-from triton_omni.backends.pipelines.chat.transcriber import TranscriberEngine
+from triton_omni.backends.pipelines.chat.transcriber import SHORT_SAMPLES, TranscriberEngine
 from triton_omni.backends.pipelines.chat.transcription import Segment, Transcriber, WindowTranscript
 from triton_omni.backends.pipelines.chat.transcription_model import WhisperModel
 from triton_omni.backends.pipelines.chat.word_alignment import Word, loud_frames, words_at
@@ -131,14 +133,55 @@ def test_silence_is_an_empty_transcript() -> None:
     assert [e.piece for e in events if isinstance(e, EngineChunk)] == [TranscriptPiece()]
 
 
-def test_a_long_recording_does_not_hold_up_a_short_one() -> None:
-    transcribing, long, short = engine(), asking((0.5, 100)), asking((0.2, 1))
+class GatedTranscriber(LevelTranscriber):
+    """Holds windows of long recordings until `go` is set."""
+
+    def __init__(self) -> None:
+        self.go, self.begun = threading.Event(), threading.Event()
+
+    def transcribe(self, samples: np.ndarray, timestamps: bool) -> WindowTranscript:
+        if len(samples) > SHORT_SAMPLES:
+            self.begun.set()
+            assert self.go.wait(60)
+        return super().transcribe(samples, timestamps)
+
+
+def test_a_short_clip_does_not_wait_for_a_window_of_a_long_recording() -> None:
+    gated = GatedTranscriber()
+    transcribing, long, short = TranscriberEngine("transcriber", gated, 120.0), asking((0.5, 100)), asking((0.2, 1))
     transcribing.open(long)
+    transcribing.step()
+    assert gated.begun.wait(60)
     transcribing.open(short)
-    order = [event.run for _ in range(2) for event in transcribing.step() if isinstance(event, EngineProgress)]
-    assert order == [long, short]
-    assert short not in transcribing._runs
-    assert len(drive.step_until_idle(transcribing)[long]) == 3 + 2  # three windows more, the transcript, the end
+    events = transcribing.step()
+    assert {event.run for event in events} == {short} and isinstance(events[-1], EngineFinished)
+    assert transcribing.has_work
+    gated.go.set()
+    assert len(drive.step_until_idle(transcribing)[long]) == 4 + 2  # four windows, the transcript, the end
+
+
+def test_a_run_stopped_within_a_window_says_no_more() -> None:
+    gated = GatedTranscriber()
+    transcribing, stopped, other = TranscriberEngine("transcriber", gated, 120.0), asking((0.5, 40)), asking((0.2, 40))
+    transcribing.open(stopped)
+    transcribing.step()
+    assert gated.begun.wait(60)
+    transcribing.stop(stopped)
+    transcribing.open(other)
+    gated.go.set()
+    assert set(drive.step_until_idle(transcribing)) == {other}
+    assert not transcribing.has_work
+    transcribing.close()
+
+
+def test_long_recordings_take_turns() -> None:
+    transcribing, first, second = engine(), asking((0.5, 70)), asking((0.2, 70))
+    transcribing.open(first)
+    transcribing.open(second)
+    order: list[Run] = []
+    while transcribing.has_work:
+        order += [event.run for event in transcribing.step() if isinstance(event, EngineProgress)]
+    assert order[:4] == [first, second, first, second]
 
 
 def test_a_blocked_run_waits_and_a_stopped_one_is_gone() -> None:
