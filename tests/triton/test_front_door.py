@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import queue
+import socket
 import threading
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.utils.shared_memory as shm
 
-from tests.kit.load_generator import Plan, body, run_many, run_one
+from tests.kit.load_generator import Plan, body, run_many, run_one, send
 from tests.kit.server_calls import generate, generate_stream, health, metrics, wait_until_idle
 from tests.kit.triton_server import RunningServer, wait_for
 from triton_omni.backends.control import messages as msg
@@ -34,6 +35,31 @@ def test_generate_stream_sends_pieces_and_one_end(toy: RunningServer) -> None:
     assert [a["event"]["type"] for a in answers] == ["text", "text", "text", "end"]
     assert [a["event"].get("index", 0) for a in answers[:3]] == [0, 1, 2]
     assert "".join(a.get("text_output", "") for a in answers) == "w0 w1 w2 "
+
+
+@pytest.mark.parametrize("given", [{"text_input": "hi", "stages": '{"tokens": {"hold_after": 0}}'},
+                                   {"request": json.dumps(body(5, tokens={"hold_after": 0}))}])  # fmt: skip
+def test_a_killed_client_of_generate_stream_is_noticed_while_a_stage_is_silent(
+    toy: RunningServer, given: dict[str, str]
+) -> None:
+    data = json.dumps({**given, "stream": True}).encode()
+    head = f"POST /v2/models/toy/generate_stream HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", toy.http_port)) as client:
+        client.sendall(head.encode() + data)
+        wait_for(lambda: health(toy)["stages"]["tokens"]["live"] == 1, 10, "the request is in its stage")
+    wait_until_idle(toy, timeout_s=10.0)  # its own deadline would be 120 s
+
+
+def test_a_silent_stream_says_after_a_second_that_it_was_accepted(toy: RunningServer) -> None:
+    slow = body(1, ("text",), tokens={"delay_s": 0.0, "hold_after": 0})
+    responses: queue.SimpleQueue = queue.SimpleQueue()
+    with grpcclient.InferenceServerClient(toy.grpc) as client:
+        client.start_stream(lambda result, error: responses.put(result))
+        send(client, Plan(slow))
+        event = json.loads(responses.get(timeout=10).as_numpy("event")[0])
+        client.stop_stream(cancel_requests=True)
+    assert event["type"] == "accepted" and event["request_id"]
+    wait_until_idle(toy)
 
 
 def test_streamed_pieces_joined_equal_the_whole(toy: RunningServer) -> None:
