@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 from tests.kit.gpu_devices import BUILD
 from triton_omni.backends.core.engine import EngineFailed, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
+from triton_omni.backends.core.outputs import TextPiece
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.chat.thinker import thinker_engine
 
@@ -34,9 +36,9 @@ def make_engine(folder, device=BUILD, wake=lambda: None, **options):
 
 def chat(text, upstream=(), feeds=False, messages=None, priority=0, **sampling):
     """A run of one user message; greedy by default."""
-    sampling = {"temperature": 0.0} | sampling
+    options: dict[str, Any] = {"temperature": 0.0} | sampling
     request = GenerateRequest(
-        messages=messages or (Message("user", text),), sampling=Sampling(**sampling), priority=priority
+        messages=messages or (Message("user", text),), sampling=Sampling(**options), priority=priority
     )
     return Run(os.urandom(16), "r", request, upstream=frozenset(upstream), wanted=frozenset({"text"}), feeds=feeds)
 
@@ -72,12 +74,19 @@ def step(engine, events):
         events.setdefault(event.run, []).append(event)
 
 
+def texts(events) -> list[TextPiece]:
+    pieces = [event.piece for event in events if isinstance(event, EngineOutput)]
+    return [piece for piece in pieces if isinstance(piece, TextPiece)]
+
+
 def tokens(events):
-    return [t for e in events if isinstance(e, EngineOutput) for t in e.piece.token_ids]
+    return [
+        t for e in events if isinstance(e, EngineOutput) and isinstance(e.piece, TextPiece) for t in e.piece.token_ids
+    ]
 
 
 def text(events):
-    return "".join(e.piece.text for e in events if isinstance(e, EngineOutput))
+    return "".join(piece.text for piece in texts(events))
 
 
 def end(events):
@@ -109,7 +118,7 @@ def greedy_reference(folder, lengths=LENGTHS):
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = []
     for text, length in zip(PROMPTS, lengths, strict=True):

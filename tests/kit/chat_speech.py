@@ -47,7 +47,8 @@ def transcribe(transcriber: TranscriberEngine, clips: list[np.ndarray], rate_hz:
     )
     events = drive.run_with(transcriber, run)
     drive.end(events)
-    sent = [event.piece for event in events if isinstance(event, EngineChunk)]
+    pieces = [event.piece for event in events if isinstance(event, EngineChunk)]
+    sent = [piece for piece in pieces if isinstance(piece, TranscriptPiece)]
     assert [piece.part for piece in sent] == list(range(len(clips)))
     return [piece.text for piece in sent]
 
@@ -66,4 +67,5 @@ def segments(
     run.wanted, run.feeds = frozenset({"transcript"}), False
     events = drive.run_with(transcriber, run)
     drive.end(events)
-    return [event.piece for event in events if isinstance(event, EngineOutput)]
+    pieces = [event.piece for event in events if isinstance(event, EngineOutput)]
+    return [piece for piece in pieces if isinstance(piece, TranscriptPiece)]

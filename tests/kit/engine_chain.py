@@ -21,6 +21,7 @@ from triton_omni.backends.core.engine import (
     Run,
 )
 from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.outputs import TextPiece
 from triton_omni.backends.core.pipeline import Pipeline
 
 TURN_LIMIT = 20_000
@@ -43,10 +44,14 @@ class Job:
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def tokens(self, stage: str = "thinker") -> list[int]:
-        return [t for e in self.events[stage] if isinstance(e, EngineOutput) for t in e.piece.token_ids]
+        return [token for piece in self._texts(stage) for token in piece.token_ids]
 
     def text(self, stage: str = "thinker") -> str:
-        return "".join(e.piece.text for e in self.events[stage] if isinstance(e, EngineOutput))
+        return "".join(piece.text for piece in self._texts(stage))
+
+    def _texts(self, stage: str) -> list[TextPiece]:
+        pieces = [e.piece for e in self.events[stage] if isinstance(e, EngineOutput)]
+        return [piece for piece in pieces if isinstance(piece, TextPiece)]
 
     def audio(self, stage: str = "code2wav") -> np.ndarray:
         parts = [e.tensors[0].data for e in self.events[stage] if isinstance(e, EngineOutput)]

@@ -19,6 +19,7 @@ import struct
 from collections import defaultdict, deque
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -121,7 +122,7 @@ class FakeCuda:
         self._allocations: dict[int, _SharedMemory] = {}
         self._opened: dict[int, _SharedMemory] = {}
         self._pinned: dict[int, Any] = {}
-        self._queues: dict[int, deque[Callable[[], None]]] = defaultdict(deque)
+        self._queues: dict[int, deque[Callable[[], object]]] = defaultdict(deque)
 
     # --- for tests ---------------------------------------------------------------------------------------------------
     def torch_module(self, stream: int) -> ModuleType:
@@ -136,7 +137,7 @@ class FakeCuda:
         """A GPU tensor with the array's bytes."""
         return Tensor(Tensor.of(name, array).spec, DeviceArray(self, array.tobytes()), "cuda:0")
 
-    def launch(self, stream: int, kernel: Callable[[], None]) -> None:
+    def launch(self, stream: int, kernel: Callable[[], object]) -> None:
         """Queue an engine's work on a stream."""
         self._queues[stream].append(kernel)
 
@@ -208,7 +209,7 @@ class FakeCuda:
         in_place = self._is_device(target, nbytes) if to_device else self._is_pinned(target, nbytes)
         if not self._is_device(source, nbytes) or not in_place:
             return (CudaError.cudaErrorInvalidValue,)
-        self._queues[stream].append(lambda: ctypes.memmove(target, source, nbytes) and None)
+        self._queues[stream].append(partial(ctypes.memmove, target, source, nbytes))
         return self._result("cudaMemcpyAsync")
 
     def cudaStreamSynchronize(self, stream: int) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ STAGES = ("tokens", "frames", "wave")
 MODALITIES = (("text",), ("audio",), ("text", "audio"))
 FINAL = {"text": ("text", "tokens"), "audio": ("audio", "wave")}
 IDS = ("", "same", "same", "a/b", "../../x", "req-1", "req-10", "x" * 256, "Ω≈ç√", "'; --")
+DEADLINES = {"stall_s": 1.5, "first_output_s": 3.0}
 BAD_IDS = ("x" * 257, "a\nb", "\x7f")
 BAD_BODIES = (
     b"", b"\x00", b"\xff\xfe", b"nope", b"[]", b"null", b"{}", b'{"operation": "dance"}', b'{"messages": []}',
@@ -66,14 +67,13 @@ def _full_slab(rng: random.Random, n: int) -> Plan:
 
 def _hurried(rng: random.Random, n: int) -> Plan:
     plan = _slow(rng, n)
-    plan.body["deadlines"] |= {rng.choice(["total_s", "first_output_s", "stall_s"]): rng.uniform(0.01, 0.4)}
-    return plan
+    return _with(
+        plan, deadlines=DEADLINES | {rng.choice(["total_s", "first_output_s", "stall_s"]): rng.uniform(0.01, 0.4)}
+    )
 
 
 def _whole(rng: random.Random, n: int) -> Plan:
-    plan = _plan(rng, n)
-    plan.body["stream"] = False
-    return plan
+    return _with(_plan(rng, n), stream=False)
 
 
 def _direct(rng: random.Random, n: int) -> Plan:
@@ -112,9 +112,13 @@ def random_plan(rng: random.Random, tokens: int = 40, deaths: float = 0.0) -> Pl
 
 
 def _plan(rng: random.Random, n: int, **stages: dict[str, Any]) -> Plan:
-    plan = Plan(body(n, rng.choice(MODALITIES), **stages), request_id=rng.choice(IDS))
-    plan.body["deadlines"] = {"stall_s": 1.5, "first_output_s": 3.0}
-    return plan
+    return _with(Plan(body(n, rng.choice(MODALITIES), **stages), request_id=rng.choice(IDS)), deadlines=DEADLINES)
+
+
+def _with(plan: Plan, **fields: Any) -> Plan:
+    """The plan with fields of its request replaced."""
+    assert isinstance(plan.body, dict)
+    return replace(plan, body=plan.body | fields)
 
 
 def _leave(rng: random.Random, plan: Plan, tokens: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tests.kit.load_generator import Life, Plan
@@ -42,7 +42,7 @@ class Page:
 
     def by(self, name: str, label: str) -> dict[str, float]:
         """Growth by one label, summed over the others."""
-        found: Counter[str] = Counter()
+        found: dict[str, float] = defaultdict(float)
         for (own, labels), value in self.grown.items():
             if own == name:
                 found[dict(labels)[label]] += value

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from tests.kit.gpu_devices import BUILD
 from triton_omni.backends.core.generate import GenerateRequest, Message, Sampling
@@ -48,7 +49,7 @@ def references(model):
 def request(place, **more):
     chat, tokens = CHATS[place]
     messages = tuple(Message(role, text) for role, text in chat)
-    given = {"sampling": Sampling(temperature=0.0, max_tokens=tokens)} | more
+    given: dict[str, Any] = {"sampling": Sampling(temperature=0.0, max_tokens=tokens)} | more
     return GenerateRequest(messages=messages, **given)
 
 

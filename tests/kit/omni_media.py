@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import io
 import wave
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ CASES: dict[str, list[str]] = {
 """Words, and names of things; videoaudio0 is AUDIO[0] as the audio of the video before it."""
 
 
-def item(word: str):
+def item(word: str) -> tuple[Any, Any]:
     """(kind, thing): of a word itself, or of what it names."""
     kind, place = word[:-1], word[-1]
     if not place.isdigit():
@@ -85,7 +86,7 @@ def our_request(case, fps: float = VIDEO_FPS, **more):
         parts.append(Part(name, offset=offset, length=thing.size, **about))
     inputs = {kind: Tensor.of(kind, np.concatenate(pieces)) for kind, pieces in flat.items()}
     messages = (Message("user", tuple(parts)),)
-    given = {"sampling": Sampling(temperature=0.0, max_tokens=TOKENS)} | more
+    given: dict[str, Any] = {"sampling": Sampling(temperature=0.0, max_tokens=TOKENS)} | more
     return GenerateRequest(messages=messages, **given), inputs
 
 

@@ -57,11 +57,11 @@ class Client:
         raise AssertionError("only stages acknowledge")
 
     def send(
-        self, piece: Response, failed: Callable[[OmniError], None], sent: Callable[[], None] | None = None
+        self, response: Response, failed: Callable[[OmniError], None], sent: Callable[[], None] | None = None
     ) -> None:
         self.send_fails = failed
         assert not self.over, "a response after the end"
-        self.pieces.append(piece)
+        self.pieces.append(response)
         if sent is not None:
             self._unread.append(sent)
             if self.reads:
@@ -194,9 +194,9 @@ class Scene:
         return client
 
     def health(self) -> PipelineStatus:
-        status = self.ask(GenerateRequest(operation="health")).ended.event.status
-        assert status is not None
-        return status
+        ended = self.ask(GenerateRequest(operation="health")).ended
+        assert ended is not None and ended.event.status is not None
+        return ended.event.status
 
     def turn(self, count: int = 2) -> None:
         for _ in range(count):

@@ -72,7 +72,7 @@ def proxy_process(*options: str) -> Iterator[RunningProxy]:
 
 @contextmanager
 def running_proxy(
-    backend: Backend, settings: Settings | None = None, *, keep_alive_s: float = KEEP_ALIVE_S
+    backend: Backend, settings: Settings | None = None, *, keep_alive_s: int = KEEP_ALIVE_S
 ) -> Iterator[RunningProxy]:
     """A proxy for the `with` body."""
     listener = socket.create_server(("127.0.0.1", 0))

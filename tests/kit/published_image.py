@@ -118,7 +118,8 @@ def _expand(patterns: str, count: int) -> Iterable[str]:
             names = [
                 re.sub(r"\{([^}]*)\}", choice, name, count=1)
                 for name in names
-                for choice in re.search(r"\{([^}]*)\}", name)[1].split(",")
+                for choices in re.findall(r"^[^{]*\{([^}]*)\}", name)
+                for choice in choices.split(",")
             ]
         yield from (name.replace(".N.", f".{i}.") for name in names for i in range(count if ".N." in name else 1))
 

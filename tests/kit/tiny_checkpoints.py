@@ -39,7 +39,7 @@ def tiny_llama(folder: Path, seed: int = 11) -> Path:
         eos_token_id=end,
         dtype="float32",
     )
-    model = LlamaForCausalLM(config).to(torch.float32).eval()
+    model = LlamaForCausalLM(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -69,4 +69,4 @@ def _tokenizer(folder: Path) -> tuple[int, int]:
     outer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END_OF_TURN, pad_token=SPECIAL[0])
     outer.chat_template = CHAT_TEMPLATE
     outer.save_pretrained(folder)
-    return inner.get_vocab_size(), inner.token_to_id(END_OF_TURN)
+    return inner.get_vocab_size(), outer.vocab[END_OF_TURN]

@@ -35,13 +35,14 @@ def save_tiny_edit(folder: Path, seed: int = 0, several: bool = False, sources_a
     sizes = small.Sizes()
     tokenizer = small.make_tokenizer([PREFIX], SPECIAL)
     encoder = small.make_text_encoder(len(tokenizer), sizes, seed)
-    start, end, image, video = tokenizer.convert_tokens_to_ids(list(SPECIAL))
+    ids: Any = tokenizer.convert_tokens_to_ids(list(SPECIAL))
+    start, end, image, video = ids
     encoder.config.vision_start_token_id, encoder.config.vision_end_token_id = start, end
     encoder.config.image_token_id, encoder.config.video_token_id = image, video
     vae, transformer = small.make_vae(sizes, seed + 1), small.make_transformer(sizes, seed + 2)
     if sources_at_zero:  # no weight more or less
         weights = transformer.state_dict()
-        transformer = type(transformer).from_config({**transformer.config, "zero_cond_t": True})
+        transformer: Any = type(transformer).from_config({**transformer.config, "zero_cond_t": True})
         transformer.load_state_dict(weights)
     vae.register_to_config(latents_mean=[0.1, -0.2, 0.3, 0.05], latents_std=[1.1, 0.7, 1.9, 1.3])
     viewer = Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=28 * 28 * 1280)

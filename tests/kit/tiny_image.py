@@ -12,6 +12,7 @@ import numpy as np
 from triton_omni.backends.core.engine import EngineEvent, EngineFailed, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.generate import GenerateRequest
 from triton_omni.backends.core.ids import new_run_id
+from triton_omni.backends.core.outputs import ImagePiece
 from triton_omni.backends.core.pipeline import EngineContext
 
 STAGE = "denoiser"
@@ -64,9 +65,10 @@ def generate_latents(engine: Any, runs: Sequence[Run]) -> tuple[list[Any], list[
 
 def images_of(events: Iterable[EngineEvent], run: Run) -> list[np.ndarray]:
     """The run's final images, by index."""
-    found = [e for e in events if isinstance(e, EngineOutput) and e.run is run and not e.piece.partial]
-    assert [e.piece.index for e in found] == list(range(len(found)))
-    return [np.asarray(e.tensors[0].data) for e in found]
+    outputs = [(e.piece, e.tensors[0].data) for e in events if isinstance(e, EngineOutput) and e.run is run]
+    final = [(p.index, np.asarray(data)) for p, data in outputs if isinstance(p, ImagePiece) and not p.partial]
+    assert [index for index, _ in final] == list(range(len(final)))
+    return [image for _, image in final]
 
 
 def ends(events: Iterable[EngineEvent], run: Run) -> list[EngineFinished | EngineFailed]:

@@ -58,7 +58,7 @@ def tiny_omni(folder: Path, real_ids: bool = False, speaks: bool = True) -> Path
     facts = _config(ids, codes=2048 if real_ids else 128, books=16 if real_ids else 4)
     config = Qwen3OmniMoeConfig(**facts, enable_audio_output=speaks)
     torch.manual_seed(1234)
-    model = Qwen3OmniMoeForConditionalGeneration(config).to(torch.float32).eval()
+    model = Qwen3OmniMoeForConditionalGeneration(config).float().eval()
     _fill(model)
     model.generation_config = GenerationConfig(
         eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]], pad_token_id=ids["<|endoftext|>"], do_sample=False
@@ -111,7 +111,7 @@ def _tokenizer(folder: Path) -> dict[str, int]:
     _write(folder / "vocab.json", model["vocab"])
     merges = "\n".join(" ".join(pair) for pair in model["merges"])
     (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
-    ids = {word: inner.token_to_id(word) for word in (*SPECIAL, "system", "user", "assistant")}
+    ids: dict[str, Any] = {word: inner.token_to_id(word) for word in (*SPECIAL, "system", "user", "assistant")}
     assert None not in ids.values(), "every role must be one token"
     roles = {
         "image_token": "<|image_pad|>", "audio_token": "<|audio_pad|>", "video_token": "<|video_pad|>",
@@ -243,7 +243,7 @@ class Reference:
         import torch
         from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration
 
-        self.model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
         # transformers asks the talker's config for the audio encoder's when audio and images meet, and it has none
         self.model.talker.config.audio_config = self.model.config.thinker_config.audio_config
         self.processor = AutoProcessor.from_pretrained(folder)

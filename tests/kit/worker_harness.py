@@ -123,7 +123,7 @@ class Bench:
     def open(self, run: bytes | None = None, **more: Any) -> bytes:
         """Send an Open as the stub would; returns the run's id."""
         run = run or os.urandom(16)
-        fields = {"reply": self.orchestrator.hub.address} | more
+        fields: dict[str, Any] = {"reply": self.orchestrator.hub.address} | more
         request = fields.pop("request", None) or chat()
         self.to_worker.send(msg.OpenMessage(run, "req", encode_request(request), **fields))
         return run
