@@ -18,9 +18,11 @@ from openai.types.audio.transcription_text_done_event import TranscriptionTextDo
 
 from tests.kit.fake_backend import RATE_HZ, SAMPLES, FakeBackend, sine
 from tests.kit.proxy_server import RunningProxy, running_proxy
+from triton_omni.backends.wire import Event, GenerateRequest, TextPiece
 from triton_omni.openai.http.protocol import KEEP_ALIVE_S, Protocol
 from triton_omni.openai.http.settings import BodyLimits, Settings
 from triton_omni.openai.media import audio as coding
+from triton_omni.pieces import Piece
 
 MESSAGES = [{"role": "user", "content": "x"}]
 CHAT = {"model": "fake", "messages": MESSAGES}
@@ -189,8 +191,17 @@ def test_whole_floats_are_integers_however_many(url: str, server: FakeBackend) -
     assert (server.seen[0].request.sampling.max_tokens, server.seen[0].request.sampling.seed) == (2, 3)
 
 
-def test_the_last_delta_of_a_text_is_not_empty(url: str) -> None:
-    lines = chat(url, stream=True, max_tokens=2).text.splitlines()
+class ClosingBackend(FakeBackend):
+    """Ends texts with an empty piece, as engines do whose last tokens are no text."""
+
+    def _pieces(self, request: GenerateRequest) -> Iterator[Piece]:
+        *pieces, end = super()._pieces(request)
+        yield from (*pieces, Piece(Event("text", output="text", index=len(pieces), piece=TextPiece("")), ""), end)
+
+
+def test_deltas_of_text_are_not_empty() -> None:
+    with running_proxy(ClosingBackend()) as proxy:
+        lines = chat(proxy.root, stream=True, max_tokens=2).text.splitlines()
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     texts = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
     assert texts == ["", "w0 ", "w1 ", None]  # the role comes with an empty text, as OpenAI's does
