@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from triton_omni.backends.core.engine import OptionsError
-from triton_omni.backends.core.hints import nearest_key
+from triton_omni.backends.core.engine import OptionsError, read_engine_options
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=1)]
@@ -79,14 +78,7 @@ class ArOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_options(options: Mapping[str, Any], stage: str) -> ArOptions:
     """Typed options; raises OptionsError naming the stage, the key and the nearest known key."""
-    try:
-        return msgspec.convert(dict(options), ArOptions)
-    except msgspec.ValidationError as error:
-        raise OptionsError(f"stage '{stage}', engine options: {error}{_hint(str(error))}") from None
-
-
-def _hint(message: str) -> str:
-    return nearest_key(message, (*ArOptions.__struct_fields__, *SamplingDefaults.__struct_fields__))
+    return read_engine_options(options, ArOptions, stage)
 
 
 def checkpoint(options: ArOptions, models_dir: str) -> str:

@@ -12,16 +12,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.errors import OmniError
 from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.hints import field_names, nearest_key
 from triton_omni.backends.core.outputs import OutputPiece
+
+AnyOptions = TypeVar("AnyOptions", bound=msgspec.Struct)
 
 
 class OptionsError(ValueError):
     """Engine options or the model they name cannot be used; the text names the stage, the key or the file."""
+
+
+def read_engine_options(options: Mapping[str, Any], kind: type[AnyOptions], stage: str) -> AnyOptions:
+    """The `engine:` section of a stage as `kind`; raises OptionsError naming the stage, the key and the nearest one."""
+    try:
+        return msgspec.convert(dict(options), kind)
+    except msgspec.ValidationError as error:
+        hint = nearest_key(str(error), field_names(kind))
+        raise OptionsError(f"stage '{stage}', engine options: {error}{hint}") from None
 
 
 @dataclass(eq=False, slots=True)

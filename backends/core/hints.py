@@ -27,3 +27,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean '…'?` if one of the known names is near, else ""."""
     near = difflib.get_close_matches(name, sorted(set(known)), n=1)
     return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def field_names(kind: type[msgspec.Struct]) -> list[str]:
+    """Names of a struct's fields, and of those of the structs in it."""
+    fields = msgspec.structs.fields(kind)
+    inner = (field.type for field in fields if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct))
+    return [field.name for field in fields] + [name for struct in inner for name in field_names(struct)]

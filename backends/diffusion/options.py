@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from triton_omni.backends.core.engine import OptionsError
-from triton_omni.backends.core.hints import nearest_key
+from triton_omni.backends.core.engine import OptionsError, read_engine_options
 
 SIZE_MULTIPLE = 16
 """Width of an image token in pixels: the VAE's factor of 8 times the transformer's 2 x 2 patches. Checked at load."""
@@ -137,10 +136,7 @@ def read_options(options: Mapping[str, Any], stage: str) -> DiffusionOptions:
     for name in SHARED_CACHES:
         if name in options:
             raise OptionsError(f"{at}{name}: {NO_SHARED_CACHE}: `step_cache_threshold: 0.1`, for example")
-    try:
-        parsed = msgspec.convert(dict(options), DiffusionOptions)
-    except msgspec.ValidationError as error:
-        raise OptionsError(f"{at}{error}{_hint(str(error))}") from None
+    parsed = read_engine_options(options, DiffusionOptions, stage)
     for is_conflict, message in _conflicts(parsed):
         if is_conflict:
             raise OptionsError(at + message)
@@ -176,8 +172,3 @@ def _conflicts(options: DiffusionOptions) -> tuple[tuple[bool, str], ...]:
         (not limits.min_steps <= defaults.steps <= limits.max_steps,
          "defaults.steps: must be from limits.min_steps to limits.max_steps"),
     )  # fmt: skip
-
-
-def _hint(message: str) -> str:
-    structs = (DiffusionOptions, ImageLimits, ImageDefaults, ParallelOptions)
-    return nearest_key(message, [name for struct in structs for name in struct.__struct_fields__])

@@ -383,16 +383,13 @@ class Orchestrator:
                     self._open(state, stage)
                 case life.EmitOutput(output, index, item):
                     self._emit(state, output, index, item)
-                case life.ReleaseOutput((peer, chunk)):
+                case life.ReleaseOutput(item):
+                    peer, chunk = item
                     peer.release(chunk)
                 case life.StopRun(stage):
-                    peer = state.runs[stage].peer
-                    assert peer is not None, "a run is stopped when a worker has it"
-                    peer.send(msg.StopMessage(state.run))
+                    self._stop(state, stage)
                 case life.DropConsumer(stage, consumer):
-                    peer = state.runs[stage].peer
-                    assert peer is not None, "a run that goes on is in a worker"
-                    peer.send(msg.StopMessage(state.run, consumer))
+                    self._stop(state, stage, consumer)
                 case life.CloseRun(stage, lost):
                     self._close(state, stage, lost)
                 case life.EndRequest():
@@ -401,6 +398,11 @@ class Orchestrator:
                     self._forget(state)
         if state.deferred and state.machine.outcome is not None:
             self._resume(state)  # the machine releases outputs and closes runs that have ended meanwhile
+
+    def _stop(self, state: RequestState, stage: str, consumer: str = "") -> None:
+        peer = state.runs[stage].peer
+        assert peer is not None, "a run is stopped when a worker has it"
+        peer.send(msg.StopMessage(state.run, consumer))
 
     def _open(self, state: RequestState, stage: str) -> None:
         machine, run = state.machine, state.run

@@ -6,9 +6,11 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import partial
+
+import msgspec
 
 from triton_omni.backends.config.schema import OrchestratorDeploy
 from triton_omni.backends.control.hub import Peer
@@ -52,18 +54,8 @@ class RequestDeadlines:
 
     @classmethod
     def of(cls, request: GenerateRequest, deploy: OrchestratorDeploy) -> RequestDeadlines:
-        own = request.deadlines
-
-        def pick(given: float | None, default: float) -> float:
-            return default if given is None else given
-
-        return cls(
-            pick(own.queue_s, deploy.queue_s),
-            pick(own.first_output_s, deploy.first_output_s),
-            pick(own.stall_s, deploy.stall_s),
-            pick(own.total_s, deploy.total_s),
-            deploy.optional_s,
-        )
+        own = msgspec.to_builtins(request.deadlines)
+        return cls(**{limit.name: own.get(limit.name, getattr(deploy, limit.name)) for limit in fields(cls)})
 
 
 @dataclass

@@ -41,7 +41,7 @@ def main() -> int:
     text = f"%(levelname).1s %(asctime)s {args.pipeline}_{args.stage} %(message)s"
     handler = logs.stderr_handler(text, pipeline=args.pipeline, stage=args.stage)
     logging.basicConfig(level=logs.level(), handlers=[handler])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # lets `finally` close the engine and its children
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(0))  # lets `finally` close the engine and its children
     sock = socket.socket(fileno=args.fd)
     exit_with_peer(args.fd, partial(args.address.unlink, missing_ok=True))
     name = f"{args.pipeline}/{args.stage}"

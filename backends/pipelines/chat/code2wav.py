@@ -17,10 +17,10 @@ import scipy.fft
 
 from triton_omni.backends.codec.decoder import Window
 from triton_omni.backends.codec.engine import CodecEngine, CodecOptions
-from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.core.engine import OptionsError, read_engine_options
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.pipeline import EngineContext
-from triton_omni.backends.pipelines.chat.options import Code2WavOptions, model_folder, read_options
+from triton_omni.backends.pipelines.chat.options import Code2WavOptions, model_folder
 from triton_omni.backends.pipelines.chat.rvq import BOOKS, CODES, ENTRIES, PITCH_BINS, VOICED_HZ, Codebooks
 
 SAMPLE_RATE_HZ = 24_000
@@ -158,7 +158,7 @@ def overlap_add(frames: np.ndarray, left: int, take: int) -> np.ndarray:
 
 def code2wav_engine(context: EngineContext) -> CodecEngine:
     """The engine of stage `code2wav`, in its worker."""
-    options = read_options(context, Code2WavOptions)
+    options = read_engine_options(context.options, Code2WavOptions, context.stage)
     try:
         chunks = msgspec.convert(options.chunks, CodecOptions)
     except msgspec.ValidationError as error:

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -39,18 +38,6 @@ class TranscriberOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     compute_type: Literal["float32", "float16", "bfloat16", "int8", "int8_float16", "int8_bfloat16"] = "int8"
     max_audio_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
-
-
-T = TypeVar("T", TalkerOptions, Code2WavOptions, TranscriberOptions)
-
-
-def read_options(context: EngineContext, kind: type[T]) -> T:
-    """Typed options; raises OptionsError naming the stage and the key."""
-    given: Mapping[str, Any] = context.options
-    try:
-        return msgspec.convert(dict(given), kind)
-    except msgspec.ValidationError as error:
-        raise OptionsError(f"stage '{context.stage}', engine options: {error}") from None
 
 
 def model_folder(context: EngineContext, name: str) -> Path:

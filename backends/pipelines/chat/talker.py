@@ -8,11 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from triton_omni.backends.core.chunk import Tensor
-from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFailed, EngineFinished, Run
+from triton_omni.backends.core.engine import (
+    EngineChunk,
+    EngineEvent,
+    EngineFailed,
+    EngineFinished,
+    Run,
+    read_engine_options,
+)
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.chat.clauses import UNREADABLE, Clauses
-from triton_omni.backends.pipelines.chat.options import TalkerOptions, model_folder, read_options
+from triton_omni.backends.pipelines.chat.options import TalkerOptions, model_folder
 from triton_omni.backends.pipelines.chat.rvq import Codebooks
 from triton_omni.backends.pipelines.chat.voice import Voice
 
@@ -125,6 +132,6 @@ def _end(run: Run, state: SpeechRunState) -> EngineEvent:
 
 def talker_engine(context: EngineContext) -> TalkerEngine:
     """The engine of stage `talker`, in its worker."""
-    options = read_options(context, TalkerOptions)
+    options = read_engine_options(context.options, TalkerOptions, context.stage)
     codebooks = Codebooks.load(model_folder(context, options.model))
     return TalkerEngine(context.stage, Voice(), codebooks)

@@ -14,12 +14,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFinished, EngineOutput, EngineProgress, Run
+from triton_omni.backends.core.engine import (
+    EngineChunk,
+    EngineEvent,
+    EngineFinished,
+    EngineOutput,
+    EngineProgress,
+    Run,
+    read_engine_options,
+)
 from triton_omni.backends.core.generate import with_stage_options
 from triton_omni.backends.core.outputs import SegmentDecoding, TranscriptPiece, WordTime
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.chat.audio_windows import SAMPLE_RATE_HZ, Clip, clips_of
-from triton_omni.backends.pipelines.chat.options import TranscriberOptions, model_folder, read_options
+from triton_omni.backends.pipelines.chat.options import TranscriberOptions, model_folder
 from triton_omni.backends.pipelines.chat.transcription import Segment, Transcriber, WindowTranscript
 from triton_omni.backends.pipelines.chat.transcription_model import WhisperModel
 
@@ -172,6 +180,6 @@ def _output(run: Run, state: TranscriberRunState, window: WindowTranscript, segm
 
 def transcriber_engine(context: EngineContext) -> TranscriberEngine:
     """The engine of stage `transcriber`, in its worker."""
-    options = read_options(context, TranscriberOptions)
+    options = read_engine_options(context.options, TranscriberOptions, context.stage)
     model = WhisperModel(model_folder(context, options.model), context.device, options.threads, options.compute_type)
     return TranscriberEngine(context.stage, Transcriber(model), options.max_audio_s)

@@ -27,7 +27,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 from triton_omni.backends.ar.options import checkpoint_folder
 from triton_omni.backends.codec.decoder import Window
 from triton_omni.backends.codec.engine import CodecEngine, CodecOptions
-from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.core.engine import OptionsError, read_engine_options
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.qwen3_omni.checkpoints import config_of
@@ -258,10 +258,7 @@ class Graph:
 
 def make_code2wav(context: EngineContext) -> CodecEngine:
     """The engine of stage `code2wav`."""
-    try:
-        options = msgspec.convert(dict(context.options), Code2WavOptions)
-    except msgspec.ValidationError as error:
-        raise OptionsError(f"stage '{context.stage}', engine options: {error}") from None
+    options = read_engine_options(context.options, Code2WavOptions, context.stage)
     if options.cuda_graph_windows and context.device != "cuda":
         raise OptionsError(f"stage '{context.stage}': cuda_graph_windows needs device cuda, this is {context.device}")
     folder = checkpoint_folder(options.model, context.models_dir)

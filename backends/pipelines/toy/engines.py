@@ -31,6 +31,7 @@ from triton_omni.backends.core.engine import (
     Run,
 )
 from triton_omni.backends.core.errors import BadRequest, StageFailed
+from triton_omni.backends.core.generate import stage_options
 from triton_omni.backends.core.outputs import AudioPiece, TextPiece
 
 SAMPLE_RATE_HZ = 24_000
@@ -78,14 +79,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     progress: bool = False
 
 
-def options(given: dict[str, Any], stage: str) -> Options:
-    """The run's options; raises BadRequest naming the key."""
-    try:
-        return msgspec.convert(given, Options)
-    except msgspec.ValidationError as error:
-        raise BadRequest(str(error), f"stages.{stage}") from None
-
-
 @dataclass(eq=False, slots=True)
 class ToyRun:
     """State of one run: what waits, what was made, and when the next chunk is due."""
@@ -112,7 +105,7 @@ class ToyEngine:
         self._runs: list[Run] = []
 
     def open(self, run: Run) -> None:
-        state = ToyRun(options(run.options(self.stage), self.stage))
+        state = ToyRun(stage_options(run.options(self.stage), Options, self.stage))
         if state.options.refuse:
             raise BadRequest("refused on request", f"stages.{self.stage}.refuse")
         run.state = state

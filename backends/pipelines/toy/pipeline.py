@@ -6,7 +6,7 @@ from __future__ import annotations
 from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.engine import Engine
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.generate import GenerateRequest, stage_options
 from triton_omni.backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
 from triton_omni.backends.pipelines.toy import engines
 
@@ -36,7 +36,7 @@ def check(request: GenerateRequest) -> None:
     for stage, given in request.stages.items():
         if stage not in _WORK:
             raise BadRequest(f"unknown stage '{stage}'; stages: {', '.join(_WORK)}", f"stages.{stage}")
-        engines.options(given, stage)
+        stage_options(given, engines.Options, stage)
 
 
 PIPELINE = Pipeline(

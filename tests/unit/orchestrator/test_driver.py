@@ -224,7 +224,7 @@ REFUSED = [
     (chat(image=ImageParams(width=64)), {}, "image.width"),
     (chat(transcription=TranscriptionParams(word_timestamps=True)), {}, "transcription.word_timestamps"),
     (chat(stages={"nose": {}}), {}, "stages.nose"),
-    (chat(stages={"tokens": {"burst": 0}}), {}, "stages.tokens"),
+    (chat(stages={"tokens": {"burst": 0}}), {}, "stages.tokens.burst"),
     (chat(), {"audio": 5}, "audio"),
 ]
 

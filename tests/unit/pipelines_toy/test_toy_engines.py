@@ -144,8 +144,8 @@ def test_payloads_are_checked_where_they_arrive():
         (GenerateRequest(), "messages"),
         (GenerateRequest(messages=(Message("user", (Part("image", shape=(1,)),)),)), "messages[0].content[0]"),
         (chat(1, nose={}), "stages.nose"),
-        (chat(1, wave={"delay_s": -1}), "stages.wave"),
-        (chat(1, wave={"typo": 1}), "stages.wave"),
+        (chat(1, wave={"delay_s": -1}), "stages.wave.delay_s"),
+        (chat(1, wave={"typo": 1}), "stages.wave.typo"),
     ],
 )
 def test_what_the_toy_cannot_do_is_named(request_, field):
