@@ -170,7 +170,7 @@ class RequestState:
     sent: dict[str, Sent] = field(default_factory=dict[str, Sent])
     collected: Collected | None = None
     window: OutputWindow | None = None
-    deferred: deque[tuple[RequestEvent, int | None]] = field(default_factory=deque[tuple[RequestEvent, int | None]])
+    deferred: deque[tuple[RequestEvent, int]] = field(default_factory=deque[tuple[RequestEvent, int]])
     blocked_s: float | None = None
     delivered: dict[str, float] = field(default_factory=dict[str, float])
     player: Player = field(default_factory=Player)

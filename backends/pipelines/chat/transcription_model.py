@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -85,7 +85,8 @@ class WhisperModel:
         )
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         start, no_timestamps, self._end = (
-            self._tokenizer.token_to_id(f"<|{name}|>") for name in ("startoftranscript", "notimestamps", "endoftext")
+            cast(int, self._tokenizer.token_to_id(f"<|{name}|>"))
+            for name in ("startoftranscript", "notimestamps", "endoftext")
         )
         self._start = [start]
         self.first_timestamp: int = no_timestamps + 1

@@ -96,11 +96,13 @@ class StreamingNetwork:
         self._pass: Pass
         for module in network.modules():
             if isinstance(module, modeling.Qwen3OmniMoeCausalConvNet) and module.padding:
-                module.forward = partial(self._convolve, module)
+                module.forward = partial(self._convolve, module)  # pyright: ignore[reportAttributeAccessIssue]
             elif isinstance(module, modeling.Qwen3OmniMoeCausalTransConvNet):
-                module.forward = partial(self._upsample, module, module.forward)
+                upsample = partial(self._upsample, module, module.forward)
+                module.forward = upsample  # pyright: ignore[reportAttributeAccessIssue]
         transformer = network.pre_transformer
-        transformer.forward = partial(self._attend, transformer.forward)
+        attend = partial(self._attend, transformer.forward)
+        transformer.forward = attend  # pyright: ignore[reportAttributeAccessIssue]
 
     @torch.inference_mode()
     def run(self, codes: torch.Tensor, chunk: Pass) -> torch.Tensor:

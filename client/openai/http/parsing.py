@@ -64,7 +64,7 @@ def _loads(text: str) -> Any:
         raise ValueError(f"arrays and objects are nested more than {MAX_DEPTH} deep")
     if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()
-    return value
+    return cast(Any, value)
 
 
 def _children(value: Any) -> Iterable[Any]:
