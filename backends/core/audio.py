@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sound as requests bring it: what is refused, and its samples at another rate. Light enough for a thin stub."""
+"""Audio in requests: what is refused, and resampling. Light enough for a thin stub."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 from triton_omni.backends.core.errors import BadRequest
 
-LOWEST_RATE_HZ, HIGHEST_RATE_HZ = 4_000, 192_000  # sound of a few Hz would become thousands of times as large
+LOWEST_RATE_HZ, HIGHEST_RATE_HZ = 4_000, 192_000  # a rate of a few Hz would be resampled to thousands of times the size
 LOUDEST = 4.0  # resampling may overshoot 1; 16-bit numbers sent as they are go far beyond
 MAX_FILTER = 1_000  # odd rates are met within half a thousandth by a fraction of small numbers
 
 
 def check_rate(rate_hz: int, where: str) -> None:
-    """Raise BadRequest for a rate that no sound of speech has."""
+    """Raise BadRequest for a rate that no recording of speech has."""
     if not LOWEST_RATE_HZ <= rate_hz <= HIGHEST_RATE_HZ:
         known = f"from {LOWEST_RATE_HZ} to {HIGHEST_RATE_HZ} Hz"
         raise BadRequest(f"the sample rate must be {known}, not {rate_hz}", where)

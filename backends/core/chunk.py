@@ -27,7 +27,7 @@ ITEM_BYTES = {
     "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
 }  # fmt: skip
 
-_dtype_name = functools.cache(str)  # numpy makes the name anew each time, slowly
+_dtype_name = functools.cache(str)  # numpy makes the name each time, slowly
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):

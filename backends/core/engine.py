@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What computes inside a stage, as the worker's loop sees it.
 
-The loop is single-threaded and calls an engine like this, for ever:
+The loop is single-threaded and drives an engine as follows until shutdown:
 
     open(run) … feed(run, inputs, last) … step() → events … stop(run)
 

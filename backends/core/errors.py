@@ -22,7 +22,7 @@ import msgspec
 
 _PLACE = r"(?:[^\[\]]|\[[^\[\]]*\])*"  # may hold pairs of brackets: messages[0].content[1]
 _LINE = re.compile(rf"\[([a-z_]+)(?::({_PLACE}))?\] ?(.*)", re.DOTALL)
-MAX_MESSAGE_CHARS = 2000  # an error line travels in a gRPC status field; longer texts help nobody
+MAX_MESSAGE_CHARS = 2000  # an error line travels in a gRPC status field; longer texts are cut
 MAX_WHERE_CHARS = 200  # a place may be a key that the client made up
 
 

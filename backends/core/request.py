@@ -58,7 +58,7 @@ class RunAccepted:
 
 @dataclass(frozen=True, slots=True)
 class OpenFailed:
-    """A run could not be opened: no worker has it and nothing more will be heard of it."""
+    """A run could not be opened: no worker has it and no event of it follows."""
 
     stage: str
     error: OmniError
@@ -83,7 +83,7 @@ class RunFinished:
 
 @dataclass(frozen=True, slots=True)
 class RunFailed:
-    """A run failed and is closed. `lost`: its worker died, so nobody will close it from the other side."""
+    """A run failed and is closed. `lost`: its worker died and cannot close it from the other side."""
 
     stage: str
     error: OmniError
@@ -261,7 +261,7 @@ class RequestMachine:
         if self.runs[stage] is not RunState.OPENING:
             return []
         self.runs[stage] = RunState.RUNNING
-        # A run accepted after the end was opened before it: nobody told it to stop yet.
+        # A run accepted after the end was opened before it: no stop was sent to it yet.
         if self.outcome is not None or stage in self.unneeded:
             return [StopRun(stage), *self._open_next()]
         return [*self._dropped_by([stage]), *self._open_next()]

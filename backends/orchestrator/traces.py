@@ -2,7 +2,7 @@
 """One request as spans, written at once when it is over: queue, and each stage from accept to end.
 
 Everything comes from times that are kept anyway, so a request costs nothing more while it lives. A stage's span starts
-when the orchestrator heard of its run and lasts as long as its worker says: no clock of another host is read.
+when the orchestrator was notified of its run and lasts as long as its worker says: no clock of another host is read.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 Rules (measured, transport.md §4-5): `exec(decoupled=True)` and a waiting `next()` in one stub can deadlock, so one
 thread does both, and `next()` is called only when the whole stream is known to be there. The iterator of a dead
-stage is abandoned, neither iterated nor destroyed (its destructor would wait for ever), until its stub says that it has
+stage is abandoned, neither iterated nor destroyed (its destructor would wait forever), until its stub says that it has
 sent FINAL; a dead stub never says so.
 """
 

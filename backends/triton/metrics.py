@@ -82,7 +82,7 @@ class _Histograms:
 
 
 class _Page:
-    """Families of one model, edge_stats up to date at most once a second, and always when nothing is in work."""
+    """Families of one model, edge_stats up to date at most once a second, and always when nothing runs."""
 
     def __init__(self, families: Sequence[Family | HistogramFamily], **own: str) -> None:
         self._own = own
@@ -109,7 +109,7 @@ class OrchestratorMetrics:
         self._page = _Page(orchestrator.metrics.families, pipeline=pipeline)
 
     def publish(self) -> None:
-        """Bring the page up to date; the last request in work always does."""
+        """Bring the page up to date; the last running request always does."""
         self._page.publish(self._count)
 
     def _count(self) -> bool:

@@ -318,7 +318,7 @@ class Worker:
         for record in list(self._unsettled):
             clear = self._pump(record)
             record.run.blocked = not clear
-            # The stub lets go of a run that has ended. If we died then with `Accepted` still unsent, nobody could tell.
+            # The stub lets go of a run that has ended. If we died then with `Accepted` unsent, none could report it.
             if not clear or (record.ended is not None and record.reply.connector.link.backlog_packets):
                 continue
             del self._unsettled[record]

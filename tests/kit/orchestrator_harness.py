@@ -282,7 +282,7 @@ def chat(*modalities: str, **more: Any) -> GenerateRequest:
     return GenerateRequest(messages=(Message("user", "hi"),), modalities=modalities, **more)
 
 
-def sound(samples: int, value: float) -> Tensor:
+def audio_tensor(samples: int, value: float) -> Tensor:
     return Tensor.of("audio", np.full(samples, value, np.float32))
 
 
@@ -295,4 +295,4 @@ def scene(folder: Path, pipeline: Pipeline, **limits: Any) -> Iterator[Scene]:
         made.close()
 
 
-__all__ = ["Client", "Lost", "Scene", "ScriptedStage", "chat", "scene", "sound"]
+__all__ = ["Client", "Lost", "Scene", "ScriptedStage", "audio_tensor", "chat", "scene"]

@@ -39,7 +39,7 @@ class Clip:
 
 
 def clips_of(request: GenerateRequest, inputs: Mapping[str, Tensor], max_audio_s: float) -> list[Clip]:
-    """The audio parts in order; raises BadRequest, naming the field, for what cannot be heard."""
+    """The audio parts in order; raises BadRequest, naming the field, for what cannot be transcribed."""
     parts = [
         (part, f"messages[{i}].content[{j}]")
         for i, message in enumerate(request.messages)
@@ -67,9 +67,9 @@ def clips_of(request: GenerateRequest, inputs: Mapping[str, Tensor], max_audio_s
 
 
 def leading_silence(samples: np.ndarray) -> int:
-    """How many samples at the start are digital silence; of the silence before sound, LEAD_SAMPLES are not counted."""
-    sound = np.abs(samples) > DIGITAL_SILENCE
-    return max(0, int(np.argmax(sound)) - LEAD_SAMPLES) if sound.any() else len(samples)
+    """How many samples at the start are digital silence; of the silence before it, LEAD_SAMPLES are not counted."""
+    loud = np.abs(samples) > DIGITAL_SILENCE
+    return max(0, int(np.argmax(loud)) - LEAD_SAMPLES) if loud.any() else len(samples)
 
 
 def quietest_near_the_end(window: np.ndarray) -> int:

@@ -23,7 +23,7 @@ MARKER = "BUILT"
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class WeightSource:
     """One model folder: what it is made of, and the version of the recipe (raise it when the result changes)."""
 
     name: str
@@ -36,13 +36,13 @@ class Model:
 
 
 MODELS = (
-    Model("smollm2-135m-instruct", smollm2.GGUF, 1, smollm2.build),
-    Model("whisper-tiny-en", whisper.MODEL_BIN, 3, whisper.build),
-    Model("hibari-rvq", codebooks.NETWORK, 1, codebooks.build),
+    WeightSource("smollm2-135m-instruct", smollm2.GGUF, 1, smollm2.build),
+    WeightSource("whisper-tiny-en", whisper.MODEL_BIN, 3, whisper.build),
+    WeightSource("hibari-rvq", codebooks.NETWORK, 1, codebooks.build),
 )
 
 
-def ensure(model: Model, packages: Path, out: Path) -> bool:
+def ensure(model: WeightSource, packages: Path, out: Path) -> bool:
     """Build `model` unless it is there; True if it was built."""
     if not (packages / model.source).is_file():
         raise SystemExit(f"{packages / model.source} is missing: run set-up, which unpacks the packages")

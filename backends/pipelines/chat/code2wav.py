@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage `code2wav`: speech codes to sound, by the method of hibari's `dsp.synth`, in windows that join without a seam.
+"""Stage `code2wav`: speech codes to audio, by the method of hibari's `dsp.synth`, in windows that join without a seam.
 
 The method is hibari's (hibari-tts, Apache-2.0, Maureese Williams): a pulse train of the pitch, filtered in short-time
-spectra, plus shaped noise, then an inverse transform of overlapping frames. Written anew here for windows of many runs
+spectra, plus shaped noise, then an inverse transform of overlapping frames. Written here for windows of many runs
 at once: a window carries the pulses' phase over from the one before, and noise is chosen by the frame's number.
 """
 
@@ -30,9 +30,9 @@ OVERLAP = TRANSFORM // HOP
 BINS = TRANSFORM // 2 + 1
 HIGHEST_HARMONIC_HZ = 11_000.0
 LOG_MAGNITUDE_MAX = 7.0
-CONTEXT = 3  # frames a frame's sound depends on, each way …
+CONTEXT = 3  # frames a frame's audio depends on, each way …
 PITCH_CONTEXT = 1  # … and one more, of which only the pitch counts
-NOISE_FRAMES = 1024  # noise repeats after 12.8 s, which nobody hears
+NOISE_FRAMES = 1024  # noise repeats after 12.8 s, which is inaudible
 NOISE_SEED = 24
 HANN = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(TRANSFORM) / TRANSFORM)).astype(np.float32)
 PULSE_HANN = HANN / (TRANSFORM / 4)  # so that a harmonic of amplitude 1 has the magnitude 1
@@ -72,7 +72,7 @@ class HibariDecoder:
         return self.synthesize(windows, np.minimum(spectrum, LOG_MAGNITUDE_MAX), pitch_hz)
 
     def synthesize(self, windows: Sequence[Window], spectrum: np.ndarray, pitch_hz: np.ndarray) -> list[np.ndarray]:
-        """Sound of windows whose rows' spectra (rows, 1202) and pitches (rows,) lie one after the other."""
+        """Audio of windows whose rows' spectra (rows, 1202) and pitches (rows,) lie one after the other."""
         ends = np.cumsum([len(w.codes) for w in windows])
         firsts = [int(end) - len(w.codes) for w, end in zip(windows, ends, strict=True)]
         used = [_used(w) for w in windows]
@@ -143,7 +143,7 @@ def pulse_train(curve: np.ndarray, phase: Phase, next_sample: int) -> np.ndarray
 
 
 def overlap_add(frames: np.ndarray, left: int, take: int) -> np.ndarray:
-    """Sound of `take` frames, the first being row `left`, of overlapping frames (rows, TRANSFORM)."""
+    """Audio of `take` frames, the first being row `left`, of overlapping frames (rows, TRANSFORM)."""
     rows = len(frames)
     blocks = frames.reshape(rows, OVERLAP, HOP)
     total = np.zeros((rows + OVERLAP - 1, HOP), np.float32)
@@ -152,8 +152,8 @@ def overlap_add(frames: np.ndarray, left: int, take: int) -> np.ndarray:
         total[place : place + rows] += blocks[:, place]
         weight[place : place + rows] += HANN_SQUARED[place]
     first = left + OVERLAP // 2  # a frame's middle lies two blocks behind its beginning
-    sound = total[first : first + take] / np.maximum(weight[first : first + take], 1e-11)
-    return sound.reshape(-1)
+    audio = total[first : first + take] / np.maximum(weight[first : first + take], 1e-11)
+    return audio.reshape(-1)
 
 
 def code2wav_engine(context: EngineContext) -> CodecEngine:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline `chat`: transcriber → thinker → talker → code2wav. Text streams out of the thinker, sound out of the last.
+"""Pipeline `chat`: transcriber → thinker → talker → code2wav. Text streams out of the thinker, audio out of the last.
 
 Read by the thin Triton stubs as well, so nothing heavy is imported outside the functions that make engines.
 """

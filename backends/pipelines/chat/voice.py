@@ -22,7 +22,7 @@ _CAPITALS = re.compile(r"\b[A-Z]{2,}(?:'[A-Z]+)?\b|\bA\b")
 MAX_PIECE_S = 6.0
 """Longest speech of one step; other runs wait for it. The network takes about 9 ms for a second of speech."""
 PHONEMES_PER_S = 18.0  # measured: 17 to 19 at speed 1
-FASTEST = 2.0  # the network gives each sound a frame at least; beyond this it would not get much shorter
+FASTEST = 2.0  # the network gives each phoneme a frame at least; beyond this it would not get much shorter
 
 
 @dataclass(frozen=True, slots=True)

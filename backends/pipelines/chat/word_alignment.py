@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When each word is said: where Whisper looked for its tokens, brought into order, and cut at silences. Pure."""
+"""When each word is said: where Whisper looked for its tokens, ordered, and cut at silences. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Word:
 
 
 def loud_frames(samples: np.ndarray, rate_hz: int) -> np.ndarray:
-    """(frames,) bool: where there is sound, not silence."""
+    """(frames,) bool: where the audio is not silent."""
     size = round(FRAME_S * rate_hz)
     padded = np.pad(samples.astype(np.float64), (0, -len(samples) % size))
     level = np.sqrt((padded.reshape(-1, size) ** 2).mean(axis=1))
@@ -40,7 +40,7 @@ def loud_frames(samples: np.ndarray, rate_hz: int) -> np.ndarray:
 def words_at(texts: Sequence[str], starts: np.ndarray, is_loud: np.ndarray, length_s: float) -> Iterator[Word]:
     """The words without the silence around them; `starts` has the frame each begins at.
 
-    length_s  of the sound, whose last frame may be a part of one
+    length_s  of the audio, whose last frame may be a part of one
     """
     borders = _without_empty_spans([*map(int, starts), len(is_loud)], [len(text) for text in texts])
     spans = [_sounding(begin, end, is_loud) for begin, end in pairwise(borders)]
@@ -80,7 +80,7 @@ def _sounding(begin: int, end: int, is_loud: np.ndarray) -> tuple[int, int]:
 
 
 def _reach(is_loud: np.ndarray) -> int:
-    """How many of the frames are sound, or pauses within it, from the first one on."""
+    """How many of the frames are not silent, or pauses within, from the first one on."""
     loud = np.flatnonzero(is_loud)
     pauses = np.flatnonzero(np.diff(loud, prepend=-1) > GAP_FRAMES)
     loud = loud[: pauses[0]] if len(pauses) else loud

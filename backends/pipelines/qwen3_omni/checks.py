@@ -38,7 +38,7 @@ def _check_videos(request: GenerateRequest) -> None:
     parts = [part for message in request.messages for part in message.parts]
     inside = [part.in_video for part in parts if part.type == "audio"]
     if any(inside) and not (all(inside) and len(inside) == sum(part.type == "video" for part in parts)):
-        raise BadRequest("if one video brings its sound, each must, and no other sound may be there", "messages")
+        raise BadRequest("if one video has its audio, each must, and there may be no other audio", "messages")
 
 
 def check_for(*stages: str) -> Callable[[GenerateRequest], None]:

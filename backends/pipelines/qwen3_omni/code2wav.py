@@ -36,7 +36,7 @@ SAMPLE_RATE_HZ = 24_000
 PREFIX = "code2wav."
 
 
-class Code2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StatefulCode2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the decoder runs.
 
     model               folder of the whole checkpoint
@@ -260,7 +260,7 @@ class Graph:
 
 def make_code2wav(context: EngineContext) -> CodecEngine:
     """The engine of stage `code2wav`."""
-    options = read_engine_options(context.options, Code2WavOptions, context.stage)
+    options = read_engine_options(context.options, StatefulCode2WavOptions, context.stage)
     if options.cuda_graph_windows and context.device != "cuda":
         raise OptionsError(f"stage '{context.stage}': cuda_graph_windows needs device cuda, this is {context.device}")
     folder = checkpoint_folder(options.model, context.models_dir)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline `qwen3_omni`: thinker → talker → code2wav. Text streams out of the first, sound out of the last."""
+"""Pipeline `qwen3_omni`: thinker → talker → code2wav. Text streams out of the first, audio out of the last."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sound of requests: rates, samples that are none, and other rates."""
+"""Audio in requests: rates, invalid samples, and resampling."""
 
 from __future__ import annotations
 

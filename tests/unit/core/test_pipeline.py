@@ -32,8 +32,8 @@ def stages(*names, **media):
 
 CHAT = Pipeline(
     "chat",
-    stages("ear", "thinker", "talker", "voice", ear="audio"),
-    (Edge("ear", "thinker"), Edge("thinker", "talker"), Edge("talker", "voice")),
+    stages("transcriber", "thinker", "talker", "voice", transcriber="audio"),
+    (Edge("transcriber", "thinker"), Edge("thinker", "talker"), Edge("talker", "voice")),
     (Output("text", "thinker"), Output("audio", "voice")),
     (Operation("chat", "thinker", ("text", "audio")), Operation("speech", "talker", ("audio",))),
 )
@@ -50,7 +50,7 @@ def ask(operation="chat", modalities=(), content="hi"):
         (ask(modalities=("audio",)), {"thinker", "talker", "voice"}),
         (ask(), {"thinker", "talker", "voice"}),
         (ask("speech"), {"talker", "voice"}),
-        (ask(content=(Part("audio", length=1),), modalities=("text",)), {"ear", "thinker"}),
+        (ask(content=(Part("audio", length=1),), modalities=("text",)), {"transcriber", "thinker"}),
         (ask(content=(Part("image", shape=(1,)),), modalities=("text",)), {"thinker"}),
     ],
 )
@@ -86,13 +86,13 @@ def test_consumers_come_first_in_every_subset_of_every_graph():
 
 def test_graph_lookups():
     assert CHAT.upstream("thinker", ("thinker", "talker")) == frozenset()
-    assert CHAT.upstream("thinker", ("ear", "thinker")) == {"ear"}
-    assert CHAT.downstream("thinker", ("ear", "talker")) == {"talker"}
+    assert CHAT.upstream("thinker", ("transcriber", "thinker")) == {"transcriber"}
+    assert CHAT.downstream("thinker", ("transcriber", "talker")) == {"talker"}
     assert CHAT.model("voice") == "chat_voice"
-    assert CHAT.stage("ear").media == "audio"
+    assert CHAT.stage("transcriber").media == "audio"
     assert CHAT.output("audio").stage == "voice"
     assert CHAT.check(ask()) is None
-    assert no_environment(EngineContext("chat", "ear", {})) == {}
+    assert no_environment(EngineContext("chat", "transcriber", {})) == {}
     chunk = Chunk(b"r", "e")
     assert whole_chunk(chunk) is chunk
 

@@ -155,7 +155,7 @@ def test_text_alone_never_opens_a_speech_stage():
         CloseRun("thinker"), EndRequest(Outcome.COMPLETED, "text", "thinker", "stop", {}), ForgetRequest()]  # fmt: skip
 
 
-def test_an_output_nobody_wants_is_released():
+def test_an_unwanted_output_is_released():
     machine = after(RequestAdmitted(), RunAccepted("thinker"), wanted=["text"], needed=["thinker"])
     assert machine.on(OutputArrived("audio", "x")) == [ReleaseOutput("x")]
     assert machine.on(OutputArrived("nonsense", "y")) == [ReleaseOutput("y")]
@@ -188,7 +188,7 @@ def test_an_abort_after_the_text_has_ended_still_ends_the_audio():
     assert machine.on(OutputArrived("audio", "late")) == [ReleaseOutput("late")]
     assert machine.on(RunFinished("talker", STOPPED, {"tokens": 99})) == [CloseRun("talker")]
     assert machine.on(RunFinished("voice", STOPPED, {})) == [CloseRun("voice"), ForgetRequest()]
-    assert machine.usage == {"tokens": 1}, "a stopped run's usage comes too late to be told"
+    assert machine.usage == {"tokens": 1}, "a stopped run's usage comes too late for the end"
 
 
 def test_a_run_accepted_after_the_end_is_stopped():
@@ -223,7 +223,7 @@ def test_a_failure_that_names_no_place_gets_the_stages():
 
 
 def test_a_run_that_ends_before_it_is_accepted_is_a_failure():
-    """Nothing may wait for ever: its producers cannot be opened, they need its address."""
+    """Nothing may wait forever: its producers cannot be opened, they need its address."""
     machine = after(RequestAdmitted())
     close, end, done = machine.on(RunFinished("voice", "stop", {}))
     assert (close, done) == (CloseRun("voice"), ForgetRequest())
@@ -240,8 +240,8 @@ def test_every_way_a_request_can_fail_names_one_error():
 # --- random lives --------------------------------------------------------------------------------------------------
 DIAMOND = Pipeline(
     "diamond",
-    tuple(Stage(name, _no_engine) for name in ("ear", "brain", "pen", "mouth")),
-    (Edge("ear", "brain"), Edge("brain", "pen"), Edge("brain", "mouth"), Edge("pen", "mouth")),
+    tuple(Stage(name, _no_engine) for name in ("listener", "brain", "pen", "mouth")),
+    (Edge("listener", "brain"), Edge("brain", "pen"), Edge("brain", "mouth"), Edge("pen", "mouth")),
     (Output("text", "brain"), Output("image", "pen"), Output("audio", "mouth")),
     (Operation("chat", "brain", ("text",)),),
 )
@@ -258,7 +258,7 @@ CASES = (
     (CHAIN, ("audio",), SPEAKS),
     (CHAIN, ("text",), ("thinker",)),
     (CHAIN, ("audio",), ("talker", "voice")),
-    (DIAMOND, ("text", "image", "audio"), ("ear", "brain", "pen", "mouth")),
+    (DIAMOND, ("text", "image", "audio"), ("listener", "brain", "pen", "mouth")),
     (DIAMOND, ("image",), ("brain", "pen")),
     (ALIGNED, ("audio", "words"), ("talker", "voice", "reader", "aligner")),
     (ALIGNED, ("text", "audio", "words"), ("thinker", "talker", "voice", "reader", "aligner")),
@@ -413,8 +413,8 @@ class World:
         """One thing that may happen now."""
         rng, opening = self.rng, self.asked - self.accepted - self.closed
         running = self.accepted - self.closed
-        dice = rng.random()
-        if opening and dice < 0.35:
+        draw = rng.random()
+        if opening and draw < 0.35:
             stage = next(iter(opening))
             if rng.random() < 0.93:
                 self.accepted.add(stage)
@@ -422,16 +422,16 @@ class World:
             else:
                 kind = rng.choice((OpenFailed, RunFailed))
                 self.tell(kind(stage, OOPS))
-        elif running and dice < 0.55:
+        elif running and draw < 0.55:
             stage = rng.choice(sorted(running))
             late = stage in self.stopped and rng.random() < 0.8
             self.tell(RunFinished(stage, STOPPED if late else rng.choice(("stop", "length")), {"n": 1}))
-        elif running and dice < 0.58:
+        elif running and draw < 0.58:
             self.tell(RunFailed(rng.choice(sorted(running)), OOPS, rng.random() < 0.5))
-        elif dice < 0.60:
+        elif draw < 0.60:
             ends = (life.RequestCancelled("abort"), RequestExpired(OOPS), RequestExpired(OOPS, stalled=True))
             self.tell(rng.choice(ends))
-        elif dice < 0.65 and self.asked:  # late or repeated news of any stage
+        elif draw < 0.65 and self.asked:  # late or repeated news of any stage
             stage = rng.choice(sorted(self.asked))
             if stage in self.closed:
                 late = (

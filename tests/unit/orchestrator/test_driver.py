@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.kit.orchestrator_harness import ScriptedStage, chat, scene, sound
+from tests.kit.orchestrator_harness import ScriptedStage, audio_tensor, chat, scene
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.core.chunk import Tensor, TensorSpec
 from triton_omni.backends.core.errors import BadRequest, DeadlineExceeded, Internal, StageFailed, TooBusy, Unavailable
@@ -80,7 +80,7 @@ def test_a_whole_life(play):
     s.stages["tokens"].put(run, 0, TextPiece("hello "))
     s.turn()
     s.clock.now_s += 1.5
-    s.stages["wave"].put(run, 0, AudioPiece(24_000, 30_000), sound(30_000, 0.5))
+    s.stages["wave"].put(run, 0, AudioPiece(24_000, 30_000), audio_tensor(30_000, 0.5))
     s.stages["tokens"].put(run, 1, TextPiece("world"))
     s.turn()
     s.finish("tokens", run, "length", completion_tokens=2)
@@ -146,7 +146,7 @@ def test_collected_is_the_streamed_pieces_joined(play):
     for r in (run, run2):
         for i, word in enumerate(("one ", "two ", "", "three")):
             s.stages["tokens"].put(r, i, TextPiece(word))
-            s.stages["wave"].put(r, i, AudioPiece(24_000, 10 * i), sound(10 * i, i))
+            s.stages["wave"].put(r, i, AudioPiece(24_000, 10 * i), audio_tensor(10 * i, i))
             s.turn()
         s.stages["tokens"].link.send(msg.ProgressMessage(r, 1, 4))
         for stage in ("tokens", "frames", "wave"):
@@ -452,7 +452,7 @@ def test_an_optional_output_that_is_late_is_given_up_after_its_own_deadline(play
     say(s, run, 0)
     s.pass_time(5.0)
     assert not client.over, "the text may take its time"
-    s.stages["wave"].put(run, 0, AudioPiece(24_000, 10), sound(10, 0.0))
+    s.stages["wave"].put(run, 0, AudioPiece(24_000, 10), audio_tensor(10, 0.0))
     s.finish("tokens", run)
     s.pass_time(2.9)
     assert not client.over
@@ -482,7 +482,7 @@ PIECE = 40_000 + RESPONSE_BYTES  # what a piece of `speak` is charged
 
 
 def speak(s, run, index):
-    s.stages["wave"].put(run, index, AudioPiece(24_000, 10_000), sound(10_000, index))
+    s.stages["wave"].put(run, index, AudioPiece(24_000, 10_000), audio_tensor(10_000, index))
     s.turn()
 
 
@@ -524,7 +524,7 @@ def test_a_client_that_acknowledges_nothing_ends_by_the_stall_deadline(play):
     for i in range(5):
         speak(s, run, i)
     s.pass_time(4.9)
-    assert not client.over, "nobody waits for a stage: only the client's own time counts"
+    assert not client.over, "no stage is waited for: only the client's own time counts"
     acknowledge(s, receipts(client)[0])
     s.pass_time(4.9)
     assert not client.over
@@ -644,7 +644,7 @@ def test_pieces_sent_after_the_request_is_forgotten_are_given_back(play):
     s = play()
     client, run = speaking(s)
     client.reads = False
-    s.stages["wave"].put(run, 0, AudioPiece(24_000, 10_000), sound(10_000, 1))
+    s.stages["wave"].put(run, 0, AudioPiece(24_000, 10_000), audio_tensor(10_000, 1))
     s.turn()
     for stage in ("tokens", "frames", "wave"):
         s.finish(stage, run)
@@ -689,7 +689,7 @@ def test_abort_by_id_ends_all_of_that_id_once(play):
         end = client.ended.event
         assert (end.outcome, end.finish_reason, end.output, end.stage) == ("cancelled", "abort", "text", "tokens")
     assert abort(s, "same").aborted == 0, "again: nothing to end"
-    assert abort(s, "nobody").aborted == 0
+    assert abort(s, "unknown").aborted == 0
     assert s.ask(GenerateRequest("abort"), "abort-id").failed.where == "target"
     assert not other.over
     for client in clients:
@@ -702,10 +702,10 @@ def test_an_abort_reports_what_was_delivered(play):
     s = play()
     client, run = speaking(s)
     s.stages["tokens"].put(run, 0, TextPiece("ab", (5, 6)))
-    s.stages["wave"].put(run, 0, AudioPiece(24_000, 20_000), sound(20_000, 1))
+    s.stages["wave"].put(run, 0, AudioPiece(24_000, 20_000), audio_tensor(20_000, 1))
     s.turn()
     s.stages["tokens"].link.send(msg.FinishedMessage(run, "stop", {"prompt_tokens": 3, "completion_tokens": 2}))
-    s.stages["wave"].put(run, 1, AudioPiece(24_000, 500), sound(500, 1))
+    s.stages["wave"].put(run, 1, AudioPiece(24_000, 500), audio_tensor(500, 1))
     s.turn()
     abort(s, "req")
     assert client.ended.event.usage == {"prompt_tokens": 3, "completion_tokens": 2, "audio_samples": 20_500}
@@ -732,7 +732,7 @@ def test_what_comes_after_an_abort_is_given_back_and_not_sent(play):
     s.turn()
     abort(s, "req")
     s.stages["tokens"].put(run, 1, TextPiece("b"))
-    s.stages["wave"].put(run, 0, AudioPiece(24_000, 20_000), sound(20_000, 1))
+    s.stages["wave"].put(run, 0, AudioPiece(24_000, 20_000), audio_tensor(20_000, 1))
     s.stages["tokens"].link.send(msg.ProgressMessage(run, 0))
     s.turn()
     assert client.text == "a"
@@ -902,7 +902,7 @@ def test_a_run_that_does_not_stop_is_given_up(play):
 
 
 def test_an_open_that_is_answered_after_it_was_given_up(play):
-    """The run that nobody waits for any more is stopped when it turns up, and its handle is put away."""
+    """An abandoned run is stopped when it is accepted, and its handle is abandoned."""
     s = play()
     client = s.ask(chat("text"))
     message, opened, _ = s.take_call()
@@ -915,7 +915,7 @@ def test_an_open_that_is_answered_after_it_was_given_up(play):
     handle = s.answer(opened)
     s.turn()
     assert s.opener.abandoned == [handle]
-    assert stage.stops == [message.run], "else it would run to its natural end, for nobody"
+    assert stage.stops == [message.run], "else it would run to its natural end, unread"
 
 
 def test_outputs_of_unknown_runs_are_given_back(play):
@@ -923,7 +923,7 @@ def test_outputs_of_unknown_runs_are_given_back(play):
     client, run = speaking(s)
     for stage in ("tokens", "frames", "wave"):
         s.finish(stage, run)
-    s.stages["wave"].put(run, 0, AudioPiece(24_000, 10_000), sound(10_000, 1))
+    s.stages["wave"].put(run, 0, AudioPiece(24_000, 10_000), audio_tensor(10_000, 1))
     s.stages["wave"].link.send(msg.FinishedMessage(run, "stop"))
     s.stages["wave"].link.send(msg.StopMessage(run))  # nonsense
     s.turn()
@@ -1033,7 +1033,7 @@ def test_a_death_that_stub_and_worker_both_tell_is_one_end(opening, first):
     for tell in (by_stub, by_worker) if first == "stub" else (by_worker, by_stub):
         tell()
     assert client.failed.line() == "[stage_failed:tokens] the stage's worker died"
-    assert s.opener.closed == s.opener.handles, "the stub has closed the stream before it told"
+    assert s.opener.closed == s.opener.handles, "the stub has closed the stream before it reported the end"
     assert s.orchestrator.metrics.runs.values["tokens", "lost"] == 1
 
 
@@ -1046,7 +1046,7 @@ def test_a_worker_that_ends_with_its_stub_died_of_the_stub(opening):
     assert s.orchestrator.metrics.runs.values["tokens", "lost"] == 1
 
 
-def test_a_stub_heard_after_its_worker_changes_nothing(play, tmp_path):
+def test_a_stubs_report_after_its_workers_changes_nothing(play, tmp_path):
     s = play()
     client = s.ask(chat("text"))
     message = s.accept()
@@ -1091,7 +1091,7 @@ def test_an_open_that_was_failed_is_put_away_also_while_its_request_still_ends(p
     handle = s.answer(opened)  # it came back, and the first stage has not stopped yet
     s.stages["frames"].reply(message.reply, msg.AcceptedMessage(message.run, s.stages["frames"].hub.address))
     s.turn()
-    assert s.stages["frames"].stops == [message.run], "else it would run to its natural end, for nobody"
+    assert s.stages["frames"].stops == [message.run], "else it would run to its natural end, unread"
     assert s.opener.abandoned == [handle]
     s.finish("wave", client.run, "stopped")
     assert s.orchestrator.requests == {}
@@ -1145,7 +1145,7 @@ def test_health_says_what_can_be_made_where_an_instance_is_missing(play):
     assert (status.state, status.ready, status.outputs) == ("unavailable", False, ())
 
 
-def test_gauges_are_brought_up_to_date_while_a_request_is_open(play):
+def test_gauges_are_updated_while_a_request_is_open(play):
     """They read 0 while 64 requests hung and 16 waited."""
     s = play()
     client = s.ask(chat("text"))

@@ -39,8 +39,8 @@ def test_random_crowds_never_exceed_their_limits():
     admission = Admission(4, 6)
     waiting, live, number = {}, set(), 0
     for _ in range(20_000):
-        dice = rng.random()
-        if dice < 0.5:
+        draw = rng.random()
+        if draw < 0.5:
             priority = rng.randint(-2, 2)
             if len(live) + len(waiting) < 10:
                 admission.join(number, priority)
@@ -49,7 +49,7 @@ def test_random_crowds_never_exceed_their_limits():
                 with pytest.raises(TooBusy):
                     admission.join(number, priority)
             number += 1
-        elif dice < 0.75 and (waiting or live):
+        elif draw < 0.75 and (waiting or live):
             entry = rng.choice(sorted([*waiting, *live]))
             admission.leave(entry)
             waiting.pop(entry, None)
@@ -111,7 +111,7 @@ def test_parts_that_overlap_are_refused():
     assert caught.value.where == "messages[0].content[1]"
 
 
-def test_media_nobody_refers_to_are_refused():
+def test_unreferenced_media_are_refused():
     with pytest.raises(BadRequest, match="no message part refers to it"):
         check_request(SEES, GenerateRequest(messages=(Message("user", "x"),)), {"image": 5})
     check_request(SEES, GenerateRequest(messages=(Message("user", "x"),)), {"image": 0})
@@ -119,8 +119,8 @@ def test_media_nobody_refers_to_are_refused():
 
 def test_unknown_stages_are_refused_by_name():
     with pytest.raises(BadRequest, match="stages: eye") as caught:
-        check_request(SEES, GenerateRequest(messages=(Message("user", "x"),), stages={"ear": {}}), {})
-    assert caught.value.where == "stages.ear"
+        check_request(SEES, GenerateRequest(messages=(Message("user", "x"),), stages={"listener": {}}), {})
+    assert caught.value.where == "stages.listener"
 
 
 @pytest.mark.parametrize("request_id", ["", "a", "ünïcode 🎻", "x" * 256, "../../etc/passwd", "'; --", "{}"])

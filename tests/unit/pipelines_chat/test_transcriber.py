@@ -43,14 +43,14 @@ def engine() -> TranscriberEngine:
 
 def asking(*clips: tuple[float, float]) -> Run:
     """A request with one audio part per (level, seconds)."""
-    sounds = [np.full(int(seconds * SAMPLE_RATE_HZ), level, np.float32) for level, seconds in clips]
-    ends = np.cumsum([len(sound) for sound in sounds])
+    clips = [np.full(int(seconds * SAMPLE_RATE_HZ), level, np.float32) for level, seconds in clips]
+    ends = np.cumsum([len(clip) for clip in clips])
     parts = tuple(
-        Part("audio", offset=int(end) - len(sound), length=len(sound), sample_rate=SAMPLE_RATE_HZ)
-        for end, sound in zip(ends, sounds, strict=True)
+        Part("audio", offset=int(end) - len(clip), length=len(clip), sample_rate=SAMPLE_RATE_HZ)
+        for end, clip in zip(ends, clips, strict=True)
     )
     request = GenerateRequest(messages=(Message("user", parts),))
-    return drive.new_run(request, inputs={"audio": Tensor.of("audio", np.concatenate(sounds))})
+    return drive.new_run(request, inputs={"audio": Tensor.of("audio", np.concatenate(clips))})
 
 
 def test_every_part_has_its_transcript_in_order() -> None:
@@ -122,7 +122,7 @@ def test_every_word_has_a_span() -> None:
     assert [(w.start_s, w.end_s) for w in words] == [(0.0, 0.3), (0.3, 1.2), (1.2, 2.0)]
 
 
-def test_the_last_word_ends_with_the_sound() -> None:
+def test_the_last_word_ends_with_the_audio() -> None:
     is_loud = loud_frames(np.ones(1010), 1000)
     assert len(is_loud) == 51, "the last frame is half a one"
     assert list(words_at(["one"], np.array([0]), is_loud, 1.01)) == [Word("one", 0.0, 1.01)]

@@ -28,7 +28,7 @@ def engine(stage):
 
 
 class Patient:
-    """An engine that takes nothing until it is told to."""
+    """An engine that takes nothing until it is allowed to."""
 
     def __init__(self, inner):
         self._inner = inner
@@ -93,7 +93,7 @@ def end_of(b, run):
 
 # --- a whole life --------------------------------------------------------------------------------------------------
 def test_accepted_goes_to_the_orchestrator_before_the_stub_hears_it(at, monkeypatch):
-    """The link is up before Triton's acknowledgement: no window in which a run is nobody's."""
+    """The link is up before Triton's acknowledgement: no moment in which a run has no owner."""
     b = at("tokens")
     order = []
     send = Peer.send
@@ -129,7 +129,7 @@ def test_outputs_then_the_stub_then_the_orchestrator_hears_the_end(at):
     assert freed(b, run)
 
 
-def test_the_last_stage_joins_what_it_gets_into_sound(at):
+def test_the_last_stage_joins_its_inputs_into_audio(at):
     b = at("wave")
     run = b.open(upstream=("frames",), wanted=("audio",))
     feeds(b, run, (0, 2, False), (1, 3, False), (2, 0, True))
@@ -213,7 +213,7 @@ def test_an_engine_that_takes_no_more_leaves_chunks_unacknowledged(at):
     b.until(lambda: peer.connector.in_flight == 0)
 
 
-def test_the_end_says_what_every_edge_brought_and_how_long_it_took(at):
+def test_the_end_says_what_every_edge_carried_and_its_times(at):
     b = at("wave", Patient(engine("wave")))
     run = b.open(upstream=("frames",), wanted=("audio",))
     b.until(lambda: b.stub.of(msg.AcceptedMessage))
@@ -258,7 +258,7 @@ def test_stop_frees_within_one_step(at):
     seen = len(b.orchestrator.texts)
     b.turn(5)
     assert len(b.orchestrator.texts) == seen
-    b.stop(run)  # again, and of a run nobody knows
+    b.stop(run)  # again, and of an unknown run
     b.stop(b"x" * 16)
     b.turn(2)
     assert len(b.stub.of(msg.FinishedMessage)) == 1
@@ -267,7 +267,7 @@ def test_stop_frees_within_one_step(at):
     assert freed(b, run)
 
 
-def test_stop_ends_a_run_whose_chunks_nobody_takes(at):
+def test_stop_ends_a_run_whose_chunks_are_not_taken(at):
     """The engine is done, its last chunks wait for credit that will never come: Stop must still end the run."""
     b = at("tokens")
     consumer = b.side("consumer")
@@ -321,7 +321,7 @@ def test_a_consumer_that_hears_of_it_fails_with_the_producers_name(at):
     assert peer.connector.in_flight == 0
 
 
-def test_a_refused_run_is_told_to_the_stub_alone_and_leaves_nothing(at):
+def test_a_refused_run_is_reported_to_the_stub_alone(at):
     """The orchestrator hears of it from the stub, after Triton's FINAL."""
     b = at("tokens")
     given = Tensor.of("audio", np.zeros(20_000, np.float32))
@@ -355,11 +355,11 @@ def test_an_engine_that_breaks_in_open_refuses_only_this_run(at):
 @pytest.mark.parametrize(
     ("missing", "where"),
     [
-        ({"consumers": {"frames": "/nowhere/nobody.sock"}}, "frames"),
-        ({"reply": "/nowhere/nobody.sock"}, "orchestrator"),
+        ({"consumers": {"frames": "/nowhere/none.sock"}}, "frames"),
+        ({"reply": "/nowhere/none.sock"}, "orchestrator"),
     ],
 )
-def test_whoever_is_not_there_refuses_the_run_by_name(at, missing, where):
+def test_a_missing_peer_refuses_the_run_by_name(at, missing, where):
     b = at("tokens")
     run = b.open(wanted=("text",), **missing)
     end = refusal_of(b, run)
@@ -493,7 +493,7 @@ def test_a_chunk_for_which_there_is_no_descriptor_fails_its_run_alone(at):
 
 
 def test_the_stub_hears_no_end_while_the_acceptance_waits_to_leave(at):
-    """It would let go of the run; if the worker died then, nobody could tell the orchestrator."""
+    """It would let go of the run; if the worker died then, none could tell the orchestrator."""
 
     def flood(runs):
         reply = b.worker.records[runs[0].id].reply
@@ -529,7 +529,7 @@ def test_late_events_of_the_engine_change_nothing(at):
     assert b.orchestrator.texts == []
 
 
-def test_an_output_nobody_wants_is_dropped(at):
+def test_an_unwanted_output_is_dropped(at):
     b = at("tokens", Scripted(lambda runs: [EngineOutput(runs[0], AudioPiece(24_000, 0)), EngineFinished(runs[0])]))
     run = b.open(wanted=("text",))
     end_of(b, run)
@@ -559,7 +559,7 @@ def test_a_lost_consumer_fails_the_run_by_name(at):
 
 
 def test_a_consumer_lost_after_the_engine_was_done_still_ends_the_run(at):
-    """Chunks that wait for a dead consumer must not keep Triton's side open for ever."""
+    """Chunks that wait for a dead consumer must not keep Triton's side open forever."""
     b = at("tokens")
     b.side("frames").keeps_chunks = True
     run = b.open(consumers={"frames": b.sides["frames"].hub.address}, request=chat(30, tokens={"burst": 30}))
@@ -668,7 +668,7 @@ def test_a_silent_edge_names_both_ends(at):
     assert b.stub.of(msg.FailedMessage) == [], "time counts from the last chunk"
     b.clock.now_s += 1.2
     b.turn()
-    assert b.stub.of(msg.FailedMessage), "told in the same turn: the next one may be a second away"
+    assert b.stub.of(msg.FailedMessage), "sent in the same turn: the next one may be a second away"
     [end] = end_of(b, run)
     assert end.error.error().line() == "[deadline_exceeded:frames->wave] no chunk for 6.1 s"
 
@@ -742,7 +742,7 @@ def test_messages_that_make_no_sense_are_ignored(at):
     assert [end.reason for end in end_of(b, run)] == ["length"]
 
 
-def test_time_in_steps_and_in_turns_is_told_apart(at):
+def test_time_in_steps_and_in_turns_is_separate(at):
     slow = engine("tokens")
     b = at("tokens", slow)
     inner = slow.step

@@ -66,7 +66,7 @@ def test_a_stop_in_the_middle_of_a_step_lets_that_step_end_and_no_other_begin(tm
 
 PHASES = {
     "making tokens": ("tokens", chat(1_000), {}),
-    "silent for ever": ("tokens", chat(1_000, tokens={"hold_after": 0}), {}),
+    "silent forever": ("tokens", chat(1_000, tokens={"hold_after": 0}), {}),
     "between two late tokens": ("tokens", chat(1_000, tokens={"delay_s": 3600.0}), {}),
     "waiting for the stage before": ("wave", chat(1_000), {"upstream": ("frames",)}),
 }
