@@ -31,7 +31,7 @@ async def list_voices(request: Request) -> Response:
     """GET /v1/audio/voices: names of all models' voices, or those of `?model=`."""
     services = context_of(request).services
     model = request.query_params.get("model")
-    entries = await _entries(request) if model is None else [await services.catalogue.entry(model)]
+    entries = await _entries(request) if model is None else [await _entry(request, model)]
     voices = dict.fromkeys(voice for entry in entries for voice in entry.get("voices", ()))
     aliases = [alias for alias, voice in services.voice_aliases.items() if voice in voices]
     return JSONResponse({"voices": [*voices, *aliases], "uploaded_voices": []})
@@ -48,9 +48,16 @@ async def _entries(request: Request) -> list[Facts]:
     return [catalogue.entry_of(model, state) for model, state in allowed.items()]
 
 
+async def _entry(request: Request, model: str) -> Facts:
+    context = context_of(request)
+    if context.key is not None:
+        context.key.check_model(model)
+    return await context.services.catalogue.entry(model)
+
+
 async def show_model(request: Request) -> Response:
     """GET /v1/models/{model}"""
-    return JSONResponse(await context_of(request).services.catalogue.entry(request.path_params["model"]))
+    return JSONResponse(await _entry(request, request.path_params["model"]))
 
 
 async def health(request: Request) -> Response:

@@ -136,9 +136,7 @@ class KeyUse:
     def limited(self, model: str, request: GenerateRequest) -> GenerateRequest:
         """The request within the limits of the key. Raises ApiError for what the key does not allow."""
         key = self.key
-        if not self.may_use(model):
-            message = f"This key may not use the model '{model}'."
-            raise ApiError(403, message, code="model_not_allowed", param="model", kind="permission_error")
+        self.check_model(model)
         if request.priority > key.max_priority:
             raise invalid("priority", f"'priority' must be at most {key.max_priority} (got {request.priority}).")
         if key.max_total_s is None:
@@ -149,6 +147,12 @@ class KeyUse:
             raise invalid("deadlines.total_s", message)
         deadlines: Deadlines = msgspec.structs.replace(request.deadlines, total_s=total_s or key.max_total_s)
         return msgspec.structs.replace(request, deadlines=deadlines)
+
+    def check_model(self, model: str) -> None:
+        """Raise ApiError 403 for a model that the key does not allow."""
+        if not self.may_use(model):
+            message = f"This key may not use the model '{model}'."
+            raise ApiError(403, message, code="model_not_allowed", param="model", kind="permission_error")
 
     def may_use(self, model: str) -> bool:
         """True if the key allows this model."""

@@ -65,6 +65,8 @@ def test_keys_of_a_file(backend: FakeBackend, file: Path) -> None:
         headers = {"authorization": "Bearer zwéi".encode()}
         listed = httpx.get(f"{proxy.root}/v1/models", headers=headers).json()["data"]
         assert [model["id"] for model in listed] == ["painter"]
+        for path in ("/v1/models/fake", "/v1/audio/voices?model=fake"):
+            assert error_of(httpx.get(f"{proxy.root}{path}", headers=headers)) == (403, "model_not_allowed", "model")
     assert len(backend.seen) == 1
 
 
