@@ -200,9 +200,9 @@ class Orchestrator:
 
     def _acknowledge(self, arrival: Arrival) -> Event:
         """A client has read the response with this token. Also answered if its request has ended meanwhile."""
-        run, read_bytes = parse_receipt(arrival.request.target)
+        run, mark = parse_receipt(arrival.request.target)
         state = self.requests.get(run)
-        if state is not None and state.window is not None and state.window.acknowledge(read_bytes):
+        if state is not None and state.window is not None and state.window.acknowledge(mark):
             state.blocked_s = None if state.blocked_s is None else self._clock()
             self._resume(state)
         return Event("end", arrival.request_id, outcome="completed", finish_reason="stop")

@@ -7,7 +7,8 @@ server. A client that acknowledges says what it has read; any other client is as
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 
 RESPONSE_BYTES = 2048
 """Charged per response on top of its payload: the event, and Triton's and gRPC's objects around it."""
@@ -38,6 +39,7 @@ class OutputWindow:
     sent_bytes: int = 0
     read_bytes: float = 0.0
     marked_bytes: int = 0
+    _marks: dict[str, int] = field(default_factory=dict[str, int])
     _pace: float = 0.0
     _paced_s: float | None = None
     _window_bytes: int = 0
@@ -54,21 +56,27 @@ class OutputWindow:
         small = unread < self.limit_bytes / MARKS  # above this an acknowledgment is under way
         return small or unread + self._cost(nbytes) <= self.limit_bytes
 
-    def send(self, nbytes: int, playback_s: float = 0.0) -> bool:
-        """Count a response of `nbytes` payload; True if it has to ask for an acknowledgment."""
+    def send(self, nbytes: int, playback_s: float = 0.0) -> str:
+        """Count a response of `nbytes` payload; returns the mark that its reader has to send back, or "".
+
+        Marks are random: a client that has not read a response cannot acknowledge it.
+        """
         self.sent_bytes += self._cost(nbytes)
         if nbytes:  # an image takes a second per window, audio its playing time
             self._pace = max(self._pace, nbytes * self.expansion / playback_s if playback_s else self._window_bytes)
         if not self.acknowledges or self.sent_bytes - self.marked_bytes < self.limit_bytes / MARKS:
-            return False
+            return ""
         self.marked_bytes = self.sent_bytes
-        return True
+        mark = secrets.token_hex(8)
+        self._marks[mark] = self.sent_bytes
+        return mark
 
-    def acknowledge(self, read_bytes: int) -> bool:
-        """The client has read the response that was marked with `read_bytes`; False if there is no such response."""
-        if not self.acknowledges or read_bytes > self.marked_bytes:
+    def acknowledge(self, mark: str) -> bool:
+        """The client has read the response with this mark, and so all before it; False if it acknowledges nothing."""
+        if mark not in self._marks:
             return False
-        self.read_bytes = max(self.read_bytes, read_bytes)
+        self.read_bytes = self._marks[mark]
+        self._marks = {later: count for later, count in self._marks.items() if count > self.read_bytes}
         return True
 
     def elapse(self, now_s: float) -> None:

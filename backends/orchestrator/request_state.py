@@ -194,9 +194,8 @@ class RequestState:
 
     def mark_sent(self, nbytes: int = 0, playback_s: float = 0.0) -> str:
         """Count a response; returns the token that its reader has to send back, or "" if none is needed."""
-        if self.window is None or not self.window.send(nbytes, playback_s):
-            return ""
-        return f"{self.run.hex()}:{self.window.marked_bytes}"
+        mark = self.window.send(nbytes, playback_s) if self.window is not None else ""
+        return f"{self.run.hex()}:{mark}" if mark else ""
 
     def expired(self, now_s: float) -> DeadlineExceeded | None:
         """The deadline that has passed, if any."""
@@ -284,10 +283,10 @@ class RequestState:
         return Response(event, () if collected is None else collected.joined_tensors())
 
 
-def parse_receipt(token: str) -> tuple[bytes, int]:
-    """(run, bytes read) of a token of `RequestState.mark_sent`; raises BadRequest."""
-    run, _, read_bytes = token.partition(":")
+def parse_receipt(token: str) -> tuple[bytes, str]:
+    """(run, mark) of a token of `RequestState.mark_sent`; raises BadRequest."""
+    run, _, mark = token.partition(":")
     try:
-        return bytes.fromhex(run), int(read_bytes)
+        return bytes.fromhex(run), mark
     except ValueError:
         raise BadRequest("an acknowledgment needs the token of the event that was read", "target") from None

@@ -16,18 +16,19 @@ LIMIT = 1 << 20
 def test_random_sizes_never_exceed_the_window_and_never_stand_still(seed: int) -> None:
     """The client reads in order and late; whatever is marked is acknowledged some time after it was read."""
     rng = random.Random(seed)
-    window, marked, sent = OutputWindow(LIMIT, acknowledges=True), list[int](), 0
+    window, marked, sent = OutputWindow(LIMIT, acknowledges=True), list[tuple[str, int]](), 0
     while sent < 3_000:
         nbytes = rng.choice((0, 100, 5_000, LIMIT // 3, rng.randrange(3 * LIMIT)))
         if window.has_room(nbytes) and rng.random() < 0.9:
             alone = window.sent_bytes - window.read_bytes < LIMIT / MARKS
-            if window.send(nbytes):
-                marked.append(window.sent_bytes)
+            if mark := window.send(nbytes):
+                marked.append((mark, window.sent_bytes))
             sent += 1
             assert alone or window.sent_bytes - window.read_bytes <= LIMIT
         elif marked:
-            assert window.acknowledge(marked.pop(rng.randrange(len(marked)) if rng.random() < 0.5 else 0))
-            marked = [count for count in marked if count > window.read_bytes]
+            mark, count = marked.pop(rng.randrange(len(marked)) if rng.random() < 0.5 else 0)
+            assert window.acknowledge(mark) and window.read_bytes == count
+            marked = [later for later in marked if later[1] > window.read_bytes]
         else:
             assert window.has_room(nbytes), "nothing is asked for, so nothing can come: it must be free to send"
 
@@ -36,21 +37,23 @@ def test_marks_are_few() -> None:
     window = OutputWindow(LIMIT, acknowledges=True)
     asked = 0
     for _ in range(10_000):
-        if window.send(1_000):
+        if mark := window.send(1_000):
             asked += 1
-            window.acknowledge(window.sent_bytes)
+            window.acknowledge(mark)
     assert asked == pytest.approx(10_000 * (1_000 + RESPONSE_BYTES) / (LIMIT / MARKS), rel=0.05)
 
 
-def test_acknowledgments_of_what_was_not_marked_are_ignored() -> None:
+def test_only_marks_that_were_sent_acknowledge_and_each_once() -> None:
     window = OutputWindow(LIMIT, acknowledges=True)
-    assert not window.acknowledge(1)
-    while not window.send(1_000):
-        pass
-    assert not window.acknowledge(window.sent_bytes + 1)
-    assert window.acknowledge(window.sent_bytes) and window.acknowledge(5)
-    assert window.read_bytes == window.sent_bytes, "an older one takes nothing back"
-    assert not OutputWindow(LIMIT, acknowledges=False).acknowledge(0)
+    marks = [mark for _ in range(2_000) if (mark := window.send(1_000))]
+    assert len(set(marks)) == len(marks) > 20
+    for forged in ("", "0", str(window.sent_bytes), marks[0][:-1]):
+        assert not window.acknowledge(forged)
+    assert window.read_bytes == 0
+    assert window.acknowledge(marks[5])
+    read = window.read_bytes
+    assert not window.acknowledge(marks[5]) and not window.acknowledge(marks[2])
+    assert window.read_bytes == read > 0, "an older one takes nothing back"
 
 
 def send_all(window: OutputWindow, nbytes: int, playback_s: float, seconds: float) -> int:
