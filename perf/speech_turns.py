@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much later a short text is first heard because a long one is being spoken: `python -m perf.speech_turns`.
+"""How much later the audio of a short text starts because a long one is being spoken: `python -m perf.speech_turns`.
 
 Talker and code2wav of `chat` in one process, in turns, CPU time of one thread. The short request arrives as a step of
 the long one begins, which is the worst moment; alone and beside it alternate in the same run.
@@ -66,7 +66,7 @@ def first_audio_ms(chain: Chain, beside: bool) -> float:
     for _ in range(1000):
         if short in chain.turn():
             return (time.thread_time() - began) * 1e3
-    raise AssertionError("the short request was never heard")
+    raise AssertionError("the short request never had audio")
 
 
 def main() -> None:
