@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What msgspec's words are about: the place in the value, and the known key that was probably meant."""
+"""What an error of msgspec is about: the place in the value, and the known key that was probably meant."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from triton_omni.backends.triton.tensors import tensor_output
 
 log = logging.getLogger("triton_omni.bls")
 
-STUCK_S = 10.0  # a call takes a millisecond; one that lasts so long waits for a stub that is dead or stopped
+STUCK_S = 10.0  # a call takes a millisecond; a longer one waits for a stub that is dead or stopped
 KEPT_ITERATORS = 256  # drained ones are kept a while: destroying one races with Triton's own clean-up on 24.10
 DRAIN_S = 3.0
 
@@ -56,7 +56,7 @@ class BlsOpener:
                 failed(error)
             except pb.TritonModelException as error:  # the model is not loaded, or its stub is dead
                 failed(Unavailable(_first_line(error)))
-            except Exception as error:  # the Triton border: the request must be answered
+            except Exception as error:  # Triton boundary: the request must be answered
                 log.exception("a run could not be opened")
                 failed(Internal(describe(error)))
             else:
@@ -114,7 +114,7 @@ class BlsOpener:
             self._began_s = time.monotonic()
             try:
                 job()
-            except Exception:  # the Triton border: one request's trouble must not end the thread for others
+            except Exception:  # Triton boundary: one request's trouble must not end the thread for others
                 log.exception("a BLS call failed")
             self._began_s = None
 

@@ -81,8 +81,8 @@ class _Histograms:
         self._sum.show(histogram.sum, labels)
 
 
-class _Page:
-    """Families of one model, edge_stats up to date at most once a second, and always when nothing runs."""
+class MetricsPublisher:
+    """Families of one model, published at most once a second, and always when nothing is running."""
 
     def __init__(self, families: Sequence[Family | HistogramFamily], **own: str) -> None:
         self._own = own
@@ -106,11 +106,11 @@ class OrchestratorMetrics:
 
     def __init__(self, pipeline: str, orchestrator: Orchestrator) -> None:
         self._source = orchestrator
-        self._page = _Page(orchestrator.metrics.families, pipeline=pipeline)
+        self._publisher = MetricsPublisher(orchestrator.metrics.families, pipeline=pipeline)
 
     def publish(self) -> None:
-        """Bring the page up to date; the last running request always does."""
-        self._page.publish(self._count)
+        """Publish what has changed; the last running request always does."""
+        self._publisher.publish(self._count)
 
     def _count(self) -> bool:
         working = [live for live in list(self._source.requests.values()) if live.machine.outcome is None]
@@ -121,7 +121,7 @@ class OrchestratorMetrics:
 
 
 class StageMetrics:
-    """A worker's numbers, as of its latest ping. A restarted worker counts from zero; the page does not."""
+    """A worker's numbers, as of its latest ping. A restarted worker counts from zero; the published number does not."""
 
     def __init__(self, pipeline: str, stage: str, instance: str) -> None:
         self._counters = {
@@ -134,7 +134,9 @@ class StageMetrics:
         self._worker = instance
         self._last = dict.fromkeys(self._counters, 0.0)
         self.note({}, 0, 0)
-        self._page = _Page([*self._counters.values(), self._live, self._restarts], pipeline=pipeline, stage=stage)
+        self._publisher = MetricsPublisher(
+            [*self._counters.values(), self._live, self._restarts], pipeline=pipeline, stage=stage
+        )
 
     def note(self, numbers: Mapping[str, float], live: int, restarts: int) -> None:
         """Keep what a ping brings."""
@@ -146,5 +148,5 @@ class StageMetrics:
         self._restarts.set(restarts)
 
     def publish(self) -> None:
-        """Bring the page up to date; the last run always does."""
-        self._page.publish(lambda: self._live.values[self._worker,] > 0)
+        """Publish what has changed; the last run always does."""
+        self._publisher.publish(lambda: self._live.values[self._worker,] > 0)

@@ -76,7 +76,7 @@ class TritonPythonModel:
                 self.orchestrator.submit(self._arrival(request, responses))
             except OmniError as error:
                 self.orchestrator.refuse(responses, error)
-            except Exception as error:  # the Triton border: a request must be answered whatever it contained
+            except Exception as error:  # Triton boundary: a request must be answered whatever it contained
                 log.exception("request could not be read")
                 self.orchestrator.refuse(responses, Internal(describe(error)))
 
@@ -102,7 +102,7 @@ class TritonPythonModel:
             try:
                 self.orchestrator.turn()
                 self._heartbeat.update(self.orchestrator.state)
-            except Exception:  # the loop border: one request's trouble must not end the loop for others
+            except Exception:  # loop boundary: one request must not end the loop for others
                 log.exception("a turn of the loop failed")
 
     def _arrival(self, request: Any, responses: TritonResponseStream) -> Arrival:

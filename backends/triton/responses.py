@@ -91,7 +91,7 @@ class TritonResponseStream:
         def job() -> None:
             try:
                 self._sender.send(event_response(response))
-            except Exception as error:  # the Triton border: a response that cannot be sent ends its call
+            except Exception as error:  # Triton boundary: a response that cannot be sent ends its call
                 log.exception("a response could not be sent")
                 failed(Internal(describe(error)))
             finally:
@@ -118,14 +118,14 @@ class TritonResponseStream:
         self._watch.forget(self._sender)  # must come before FINAL, see CancelWatch
         try:
             self._publish()
-        except Exception:  # the Triton border: an error in metrics must not cost a client its end
+        except Exception:  # Triton boundary: an error in metrics must not cost a client its end
             log.exception("metrics could not be published")
         if last is None:
             self._sender.send(flags=FINAL)
             return
         try:
             response = error_response(last) if isinstance(last, OmniError) else event_response(last)
-        except Exception as error:  # the Triton border: a response that cannot be made is an error
+        except Exception as error:  # Triton boundary: a response that cannot be made is an error
             log.exception("a last response could not be made")
             response = error_response(Internal(describe(error)))
         self._sender.send(response, flags=FINAL)

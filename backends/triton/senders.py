@@ -48,7 +48,7 @@ def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         try:
             job()
-        except Exception:  # the Triton border: a response that cannot be sent must not end the thread for others
+        except Exception:  # Triton boundary: a response that cannot be sent must not end the thread for others
             log.exception("a response could not be sent")
 
 
@@ -86,7 +86,7 @@ class CancelWatch:
                     gone = self._poll(sender)
                     if gone is not None:
                         gone()
-                except Exception:  # the Triton border: one call's trouble must not end the watch over others
+                except Exception:  # Triton boundary: one call's trouble must not end the watch over others
                     log.exception("a call could not be asked for its cancellation")
                     self.forget(sender)
             if len(senders) > MANY_CALLS:

@@ -85,7 +85,7 @@ class TritonPythonModel:
                 self._loop.submit(self._call(request, responses))
             except OmniError as error:
                 responses.end(error)
-            except Exception as error:  # the Triton border: a request must be answered whatever it contained
+            except Exception as error:  # Triton boundary: a request must be answered whatever it contained
                 log.exception("request could not be read")
                 responses.end(Internal(describe(error)))
 
@@ -126,14 +126,14 @@ class TritonPythonModel:
     def _run(self) -> None:
         try:
             self._loop.start()
-        except Exception as error:  # the loop border: `initialize` waits for the outcome
+        except Exception as error:  # loop boundary: `initialize` waits for the outcome
             log.exception("the worker could not be started")
             self._loop.fail_start(describe(error))
         while not self._closing:
             try:
                 self._loop.turn()
                 self._update_heartbeat()
-            except Exception:  # the loop border: one call's trouble must not end the loop for others
+            except Exception:  # loop boundary: one call must not end the loop for others
                 log.exception("a turn of the loop failed")
 
     def _update_heartbeat(self) -> None:

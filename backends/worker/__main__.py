@@ -52,7 +52,7 @@ def main() -> int:
         options = json.loads(args.options)
         context = EngineContext(args.pipeline, args.stage, options, args.device, args.models_dir, hub.wake)
         engine = pipeline.stage(args.stage).engine(context)
-    except Exception as error:  # whatever stops an engine from loading becomes the model's load error, in words
+    except Exception as error:  # any failure to load becomes the model's load error
         log.exception("the engine did not load")
         _say(hub, stub, PingMessage(name, "failed", 0, describe(error)))
         return 1

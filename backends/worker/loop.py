@@ -112,7 +112,7 @@ class Worker:
             self.engine.open(record.run)
         except OmniError as error:
             self._refuse(stub, message.run, error)
-        except Exception as error:  # the engine-loop border: a bug in one run must not end the others
+        except Exception as error:  # loop boundary: a bug in one run must not end the others
             log.exception("open failed: request %s", message.request_id, extra={"request_id": message.request_id})
             self._refuse(stub, message.run, error)
         else:
@@ -259,7 +259,7 @@ class Worker:
                     waiting.peer.release(waiting.chunk)
             except OmniError as error:
                 self._fail(record, error)
-            except Exception as error:  # the engine-loop border: a bug over one input must not end the others
+            except Exception as error:  # loop boundary: a bug over one input must not end the others
                 request_id = record.run.request_id
                 log.exception("feed failed: request %s", request_id, extra={"request_id": request_id})
                 self._fail(record, ErrorInfo.of(error, self.stage.name).error())
@@ -268,7 +268,7 @@ class Worker:
         started = self._clock()
         try:
             events = self.engine.step()
-        except Exception as error:  # the engine-loop border: its state is unknown now, so every run ends
+        except Exception as error:  # loop boundary: its state is unknown now, so every run ends
             log.exception("step failed; %d runs end", len(self.records))
             info = ErrorInfo.of(error, self.stage.name)
             for record in [r for r in self.records.values() if r.ended is None]:
