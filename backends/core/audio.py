@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audio in requests: what is refused, and resampling. Light enough for a thin stub."""
+"""Audio of requests: what is refused, and resampling. Imports no more than a stub has."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 
 from triton_omni.backends.core.errors import BadRequest
 
-LOWEST_RATE_HZ, HIGHEST_RATE_HZ = 4_000, 192_000  # a rate of a few Hz would be resampled to thousands of times the size
+LOWEST_RATE_HZ, HIGHEST_RATE_HZ = 4_000, 192_000  # resampling from a few Hz would multiply the size by thousands
 LOUDEST = 4.0  # resampling may overshoot 1; 16-bit numbers sent as they are go far beyond
 MAX_FILTER = 1_000  # odd rates are met within half a thousandth by a fraction of small numbers
 
 
 def check_rate(rate_hz: int, where: str) -> None:
-    """Raise BadRequest for a rate that no recording of speech has."""
+    """Raise BadRequest for a rate outside these bounds."""
     if not LOWEST_RATE_HZ <= rate_hz <= HIGHEST_RATE_HZ:
-        known = f"from {LOWEST_RATE_HZ} to {HIGHEST_RATE_HZ} Hz"
-        raise BadRequest(f"the sample rate must be {known}, not {rate_hz}", where)
+        bounds = f"from {LOWEST_RATE_HZ} to {HIGHEST_RATE_HZ} Hz"
+        raise BadRequest(f"sample rate must be {bounds} (got {rate_hz})", where)
 
 
 def check_samples(samples: np.ndarray, where: str) -> None:
-    """Raise BadRequest for samples (at least one) that are no numbers or far too loud."""
+    """Raise BadRequest for samples (at least one) that are not finite or far above 1."""
     loudest = float(np.abs(samples).max())  # NaN if any sample is
     if not loudest <= LOUDEST:
-        raise BadRequest(f"samples must lie between -1 and 1; found {loudest}", where)
+        raise BadRequest(f"samples must be between -1 and 1 (got {loudest})", where)
 
 
 def resampled(samples: np.ndarray, rate_hz: int, wanted_hz: int) -> np.ndarray:

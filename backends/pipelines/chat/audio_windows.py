@@ -56,20 +56,20 @@ def clips_of(request: GenerateRequest, inputs: Mapping[str, Tensor], max_audio_s
     for part, where in parts:
         check_rate(part.sample_rate, f"{where}.sample_rate")
         if not 0 < part.length <= len(samples) - part.offset:
-            raise BadRequest(f"the part is no slice of the {len(samples)} samples sent", where)
+            raise BadRequest(f"part must be a slice of the {len(samples)} samples sent", where)
         clips.append(Clip(samples[part.offset : part.offset + part.length], part.sample_rate))
     seconds = sum(clip.seconds for clip in clips)
     if seconds > max_audio_s:
-        raise BadRequest(f"{seconds:.1f} s of audio were sent; this deployment takes {max_audio_s:g} s", "audio")
+        raise BadRequest(f"audio must be at most {max_audio_s:g} s (got {seconds:.1f})", "audio")
     for clip in clips:
         check_samples(clip.samples, "audio")
     return clips
 
 
 def leading_silence(samples: np.ndarray) -> int:
-    """How many samples at the start are digital silence; of the silence before it, LEAD_SAMPLES are not counted."""
-    loud = np.abs(samples) > DIGITAL_SILENCE
-    return max(0, int(np.argmax(loud)) - LEAD_SAMPLES) if loud.any() else len(samples)
+    """How many samples at the start are digital silence; LEAD_SAMPLES before the rest are not counted."""
+    is_loud = np.abs(samples) > DIGITAL_SILENCE
+    return max(0, int(np.argmax(is_loud)) - LEAD_SAMPLES) if is_loud.any() else len(samples)
 
 
 def quietest_near_the_end(window: np.ndarray) -> int:

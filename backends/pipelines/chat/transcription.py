@@ -2,7 +2,7 @@
 """Audio to segments with times, window by window, over a Whisper model.
 
 A window is 30 s at most. Whisper closes a phrase with a timestamp. What follows the last complete phrase of a window
-is decoded again at the start of the next one, as in openai/whisper; so is audio that the decoder left out at the end.
+is decoded again at the start of the next one, as in openai/whisper; so is speech that the decoder left out at the end.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ SEEK_RADIUS = SAMPLE_RATE_HZ // 4
 BORDER_FRAMES = 25
 """A phrase that ends this near to the end of a full window may be cut off by it."""
 REST_FRAMES = 15
-"""This much audio after the last phrase is decoded again."""
+"""More loud frames than these after the last phrase are decoded again."""
 LEAST_SEEK = 3 * SAMPLE_RATE_HZ // 10
 """Windows advance by this at least, which bounds how often audio is decoded."""
 PAUSE_FRAMES, LATE_FRAMES = 50, 75
-"""No phrase is cut by a pause of this length and LATE_FRAMES of audio behind it."""
+"""No phrase is cut by a pause of this length and LATE_FRAMES behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Transcriber:
         return WindowTranscript(segments, begin, begin + end)
 
     def _decode(self, encoded: EncodedWindow, loud: int) -> DecodedWindow:
-        """The likeliest tokens, without repeats that no speaker says in `loud` frames of audio."""
+        """The likeliest tokens, without repeats that no speaker says in `loud` frames."""
         first = self._model.decode(encoded)
         if not self._is_loop(first, loud):
             return first

@@ -29,7 +29,7 @@ class Word:
 
 
 def loud_frames(samples: np.ndarray, rate_hz: int) -> np.ndarray:
-    """(frames,) bool: where the audio is not silent."""
+    """(frames,) bool: where there is no silence."""
     size = round(FRAME_S * rate_hz)
     padded = np.pad(samples.astype(np.float64), (0, -len(samples) % size))
     level = np.sqrt((padded.reshape(-1, size) ** 2).mean(axis=1))
@@ -42,7 +42,7 @@ def words_at(texts: Sequence[str], starts: np.ndarray, is_loud: np.ndarray, leng
 
     length_s  of the audio, whose last frame may be a part of one
     """
-    borders = _without_empty_spans([*map(int, starts), len(is_loud)], [len(text) for text in texts])
+    borders = _without_silent_spans([*map(int, starts), len(is_loud)], [len(text) for text in texts], is_loud)
     spans = [_sounding(begin, end, is_loud) for begin, end in pairwise(borders)]
     before = 0
     for index, (text, (begin, end)) in enumerate(zip(texts, spans, strict=True)):
@@ -54,18 +54,21 @@ def words_at(texts: Sequence[str], starts: np.ndarray, is_loud: np.ndarray, leng
         yield Word(text, round(begin * FRAME_S, 2), round(min(end * FRAME_S, length_s), 2))
 
 
-def _without_empty_spans(borders: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """The borders of words of `sizes` characters. A word without a frame shares those of the one before it (the first
-    one: of those after it) in proportion to their sizes.
+def _without_silent_spans(borders: Sequence[int], sizes: Sequence[int], is_loud: np.ndarray) -> list[int]:
+    """The borders of words of `sizes` characters. Alignment may put a word where nothing is said, or give it no frame:
+    it shares the loud frames of the word before it (the first one: of those after it) in proportion to their sizes.
     """
+    loud = [np.flatnonzero(is_loud[begin:end]) + begin for begin, end in pairwise(borders)]
     result, begin = list(borders), 0
     while begin < len(sizes):
-        end = begin + 1
-        while end < len(sizes) and (borders[end] == borders[begin] or borders[end + 1] == borders[end]):
+        end, shared = begin + 1, loud[begin]
+        while end < len(sizes) and not (len(shared) and len(loud[end])):
+            shared = np.concatenate((shared, loud[end]))
             end += 1
-        shares = np.cumsum(sizes[begin:end]) / sum(sizes[begin:end])
+        shared = shared if len(shared) else np.arange(borders[begin], borders[end])
         for index in range(begin + 1, end):
-            result[index] = borders[begin] + round((borders[end] - borders[begin]) * shares[index - begin - 1])
+            done = len(shared) * sum(sizes[begin:index]) // sum(sizes[begin:end])
+            result[index] = int(shared[done]) if len(shared) else borders[begin]
         begin = end
     return result
 
@@ -80,7 +83,7 @@ def _sounding(begin: int, end: int, is_loud: np.ndarray) -> tuple[int, int]:
 
 
 def _reach(is_loud: np.ndarray) -> int:
-    """How many of the frames are not silent, or pauses within, from the first one on."""
+    """How many of the frames are loud, or pauses within, from the first one on."""
     loud = np.flatnonzero(is_loud)
     pauses = np.flatnonzero(np.diff(loud, prepend=-1) > GAP_FRAMES)
     loud = loud[: pauses[0]] if len(pauses) else loud

@@ -122,6 +122,13 @@ def test_every_word_has_a_span() -> None:
     assert [(w.start_s, w.end_s) for w in words] == [(0.0, 0.3), (0.3, 1.2), (1.2, 2.0)]
 
 
+def test_a_word_aligned_with_a_pause_is_where_something_is_said() -> None:
+    """The second word is said before the pause in which alignment puts it."""
+    is_loud = np.repeat([True, False, True], [50, 400, 50])
+    words = words_at(["was", "closed", "the"], np.array([0, 200, 450]), is_loud, 10.0)
+    assert [(w.start_s, w.end_s) for w in words] == [(0.0, 0.32), (0.32, 1.0), (9.0, 10.0)]
+
+
 def test_the_last_word_ends_with_the_audio() -> None:
     is_loud = loud_frames(np.ones(1010), 1000)
     assert len(is_loud) == 51, "the last frame is half a one"
