@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's building blocks for out-of-tree models: what a pipeline's network definition may use of vLLM.
 
-Pipelines take them from here, so that this room stays the only one that knows vLLM.
+Pipelines take them from here, so that this package stays the only one that knows vLLM.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars that vLLM compiles beside the steps. `request` is the scheduler's record of a run (upstream.scheduled)."""
+"""Grammars that vLLM compiles beside the steps. `request` is the scheduler's record of a run
+(upstream.scheduler_record)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from vllm.v1.request import RequestStatus
 
 
 def is_compiling(request: Any) -> bool:
-    """True while no step can start the run, because its grammar is not there yet."""
+    """True while no step can start the run, because its grammar is not compiled yet."""
     waits = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     return waits and not request.structured_output_request.is_grammar_ready
 
@@ -24,7 +25,7 @@ def when_compiled(request: Any, call: Callable[[], None]) -> None:
 
 
 def cancel_compiling(request: Any) -> None:
-    """Take the grammar of a run that is over out of the queue, unless it is being compiled: that cannot be stopped."""
+    """Remove the grammar of an ended run from the queue, unless it is being compiled: that cannot be stopped."""
     compiled = _compiled(request)
     if compiled is not None:
         compiled.cancel()
@@ -32,5 +33,5 @@ def cancel_compiling(request: Any) -> None:
 
 def _compiled(request: Any) -> Future[Any] | None:
     structured = request.structured_output_request
-    found = None if structured is None else structured._grammar
-    return found if isinstance(found, Future) else None
+    grammar = None if structured is None else structured._grammar
+    return grammar if isinstance(grammar, Future) else None

@@ -15,22 +15,22 @@ def check_messages(request: GenerateRequest) -> None:
     if not request.messages:
         raise BadRequest("at least one message is needed", "messages")
     _check_videos(request)
-    for place, message in enumerate(request.messages):
+    for index, message in enumerate(request.messages):
         for part in message.parts:
             if part.type != "text" and message.role != "user":
-                raise BadRequest(f"{part.type} belongs in a user's message", f"messages[{place}]")
+                raise BadRequest(f"{part.type} belongs in a user's message", f"messages[{index}]")
             if part.sample_rate:
-                check_rate(part.sample_rate, f"messages[{place}]")
+                check_rate(part.sample_rate, f"messages[{index}]")
 
 
 def _check_videos(request: GenerateRequest) -> None:
-    """The model's processor knows one rate per request, and sounds that are all parts of videos or none of them."""
+    """The model's processor knows one rate per request, and audio parts that all belong to videos, or none of them."""
     rates: set[float] = set()
-    for place, message in enumerate(request.messages):
+    for index, message in enumerate(request.messages):
         before = ""
         for part in message.parts:
             if part.in_video and (part.type != "audio" or before != "video"):
-                raise BadRequest("in_video is for the audio part right after a video part", f"messages[{place}]")
+                raise BadRequest("in_video is for the audio part right after a video part", f"messages[{index}]")
             before = part.type
             rates |= {part.fps} if part.type == "video" else set()
     if len(rates) > 1:

@@ -60,7 +60,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refuse        refuse the run at open
     burst         chunks per step
     frame_bytes   extra payload per chunk, checked by the consumer
-    output_every  only every so many-th output goes to the client
+    output_every  only every n-th output goes to the client
     progress      report progress before each chunk
     """
 
