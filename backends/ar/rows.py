@@ -18,6 +18,7 @@ import torch
 
 from triton_omni.backends.ar.hooks import Span
 from triton_omni.backends.ar.ranks import is_only_rank
+from triton_omni.backends.core.errors import describe
 
 log = logging.getLogger("triton_omni.rows")
 
@@ -140,7 +141,7 @@ class RowStore:
                     raise  # the other ranks have made these rows; without them the steps would differ
                 if event.key not in self._failures:
                     log.exception("rows of run %s", event.key)
-                    self._failures[event.key] = f"{type(error).__name__}: {error}"
+                    self._failures[event.key] = describe(error)
 
     def _apply(self, event: BeginRows | TextTokens | EndRows) -> None:
         match event:

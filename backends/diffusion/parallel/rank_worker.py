@@ -12,7 +12,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from triton_omni.backends.core.errors import MAX_MESSAGE_CHARS
+from triton_omni.backends.core.errors import MAX_MESSAGE_CHARS, describe
 from triton_omni.backends.diffusion.batching import make_forward
 from triton_omni.backends.diffusion.forward import COMPUTE_ERRORS
 from triton_omni.backends.diffusion.options import DiffusionOptions
@@ -36,7 +36,7 @@ def serve(sock: socket.socket, rank: int, folder: Path, device_type: str, store_
         worker = ForwardRank(sock, folder, msgspec.json.decode(options, type=DiffusionOptions), device)
     except Exception as error:  # any error becomes the load error of the stage
         log.exception("load failed")
-        _send(sock, ForwardReply(f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]))
+        _send(sock, ForwardReply(describe(error)[:MAX_MESSAGE_CHARS]))
         return 1
     _send(sock, ForwardReply())
     if not sock.recv(MAX_MESSAGE_BYTES):
