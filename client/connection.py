@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """AsyncClient: calls to public models over gRPC, one stream per request, all on one channel."""
 
+# tritonclient has no types
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import asyncio

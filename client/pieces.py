@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One response of a public model as a value, and requests as Triton inputs."""
 
+# tritonclient has no types
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping
