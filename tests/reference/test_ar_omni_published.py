@@ -69,7 +69,7 @@ def config():
 def network(tmp_path_factory):
     """Our talker on the meta device."""
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
     from vllm.engine.arg_utils import EngineArgs
 
@@ -82,12 +82,14 @@ def network(tmp_path_factory):
         str(folder), hf_overrides=talker_config, skip_tokenizer_init=True, enforce_eager=True, max_model_len=4096
     ).create_engine_config()
     rendezvous = f"file://{folder / 'rendezvous'}"
+    was_initialized = torch.distributed.is_initialized()  # by an engine of another module
     with set_current_vllm_config(vllm_config), pytest.MonkeyPatch.context() as patch:
         patch.setattr(CodePredictor, "_rotations", lambda self: torch.empty(0))  # computes; meta tensors cannot
         init_distributed_environment(1, 0, rendezvous, 0, "gloo")
-        initialize_model_parallel(1, 1)
+        ensure_model_parallel_initialized(1, 1)
         with torch.device("meta"):
             yield TalkerNetwork(vllm_config=vllm_config)
+    if not was_initialized:
         destroy_model_parallel()
         destroy_distributed_environment()
 
