@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,10 @@ def fake_triton(execute: Callable[[str, list[Any]], None]) -> None:
     pb.get_input_tensor_by_name = lambda request, name: request.inputs.get(name)
     pb.Logger = types.SimpleNamespace(**dict.fromkeys(("log_info", "log_warn", "log_error", "log_verbose"), print))
     metric = types.SimpleNamespace(increment=lambda value: None, set=lambda value: None, value=lambda: 0.0)
-    pb.MetricFamily = lambda **_: types.SimpleNamespace(Metric=lambda **_: metric)
-    pb.MetricFamily.COUNTER = pb.MetricFamily.GAUGE = pb.MetricFamily.HISTOGRAM = 0
+    pb.MetricFamily = type(
+        "MetricFamily", (), {"COUNTER": 0, "GAUGE": 0, "HISTOGRAM": 0, "__init__": lambda self, **_: None,
+                             "Metric": lambda self, **_: metric}
+    )  # fmt: skip
 
     class InferenceRequest:
         def __init__(self, *, model_name: str, inputs: list[FakeTensor], **_: Any) -> None:
@@ -177,17 +179,20 @@ def proxy_path(recorder: Recorder) -> None:
 
     from tests.kit.fake_backend import FakeBackend
     from tests.kit.proxy_server import running_proxy
-    from triton_omni.backends.wire import OmniError
+    from triton_omni.backends.wire import GenerateRequest, OmniError
     from triton_omni.connection import AsyncClient
+    from triton_omni.pieces import Piece
 
     class ToGrpc(FakeBackend):
-        async def generate(self, *args: Any, **options: Any) -> Any:
+        async def generate(
+            self, pipeline: str, request: GenerateRequest, **options: Any
+        ) -> AsyncGenerator[Piece, None]:
             try:
-                async for _ in AsyncClient("127.0.0.1:9").generate(*args, **options):
+                async for _ in AsyncClient("127.0.0.1:9").generate(pipeline, request, **options):
                     pass
             except OmniError:
                 recorder.on = False
-            async for piece in super().generate(*args, **options):
+            async for piece in super().generate(pipeline, request, **options):
                 yield piece
 
     with running_proxy(ToGrpc()) as proxy:

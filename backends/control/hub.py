@@ -46,9 +46,6 @@ class Lost:
     """The peer closed the link or died; the last item of a link."""
 
 
-Item = AnyMessage | Chunk | Lost
-
-
 class Peer:
     """A process at the other end of a link. `name` is from its HelloMessage."""
 
