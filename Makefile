@@ -21,11 +21,12 @@ CLI := $(BOOTSTRAP) cli
 SERVE_ARGS ?=
 PERF_ARGS ?=
 TESTS ?= tests
+AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
 # targets that start from the engine environment: say what to do where it is missing
 HAS_ENGINE = @test -x $(ENGINE)/python || { echo '$@: no engine environment in $(OMNI_HOME); next: make setup'; exit 1; }
 
-.PHONY: help setup serve demo test test-all check doctor lint unit test-soak chaos test-gpu repository perf clean
+.PHONY: help setup serve demo test bytes test-all check doctor lint unit test-soak chaos test-gpu repository perf clean
 
 help: ## show this list
 	@echo "Triton-Omni: make TARGET"
@@ -63,6 +64,10 @@ doctor: ## state of set-up and of running servers, with memory and start-up seco
 
 test: setup lint ## set-up, style, types and all tests but chaos, soak and GPU (about 20 minutes)
 	@$(PYTEST) -m "not chaos and not soak and not gpu" $(TESTS)
+	@$(MAKE) --no-print-directory bytes
+
+bytes: ## tests that promise equal bytes, with the kernels of a CPU without AVX-512 (part of test)
+	@$(AVX2) $(PYTEST) -q -m "bytes_exact and not soak and not gpu" $(TESTS)
 
 test-all: test chaos test-soak ## everything that needs no GPU (about 2 hours)
 	@echo 'test-all: passed; with a GPU, next: make test-gpu'

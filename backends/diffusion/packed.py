@@ -6,26 +6,48 @@ run once over these sequences. Attention runs per row, over that row's text and 
 a row's timestep: it is computed per row and gathered to tokens. Models with `zero_cond_t` see source images at time
 zero, which takes a second modulation row per row.
 
-Batch invariance. On a CPU a matrix product with few rows uses another kernel than one with many rows, and rounds
-differently. This is the only place where the bits of a row could depend on the rest of the batch. So every product here
-has at least `min_rows` rows (zeros if need be), and the result of a row is bitwise independent of the batch.
+Batch invariance. On a CPU the kernel of a matrix product, and so its rounding, depends on the number of rows, and for
+the last rows on their position. This is the only place where the bits of a row could depend on the rest of the batch.
+So every product here has its rows filled up with zeros to a number for which that is not so (RowBlocks).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from triton_omni.backends.diffusion.forward import BatchRow, ForwardInput, Prediction, regroup, rows_of
 from triton_omni.backends.diffusion.upstream import apply_rotary_emb_qwen
 
-MIN_ROWS_PER_THREAD = 8  # the kernel changes below 4 rows per thread (measured); doubled
-MIN_ROWS = 16
+
+class RowBlocks(NamedTuple):
+    """Rows of a product are filled up to a multiple of `unit`, at least `least`, and computed `block` at a time.
+
+    Chosen by measurement of MKL's kernels for SSE, AVX2 and AVX-512: these give every row equal bits, whatever its
+    position and the number of rows. With several threads that holds for blocks of one size only.
+    """
+
+    unit: int
+    least: int
+    block: int
+
+    @classmethod
+    def of_tokens(cls, threads: int) -> RowBlocks:
+        """For products with a row per token."""
+        return cls(12, 72, sys.maxsize) if threads == 1 else cls(192, 192, 192)
+
+
+IMAGE_ROWS = RowBlocks(16, 16, 16)
+"""For products with a row per image: few rows."""
+IMAGE_PARTS = ("img_mod", "txt_mod", "time_text_embed", "norm_out")
 
 PARTS = ("img_in", "txt_in", "txt_norm", "time_text_embed", "pos_embed", "transformer_blocks", "norm_out", "proj_out")
 BLOCK_PARTS = (
@@ -54,7 +76,7 @@ def unsupported_reason(transformer: Any) -> str:
 class PackedLayout:
     """What stays the same while the same inputs step together.
 
-    image_rows, text_rows    modulation row of each token; padding tokens at the end use row 0
+    image_rows, text_rows    modulation row of each token
     image_table, text_table  rotary tables of all image tokens and of all text tokens
     prompt                   projected text features (1, text tokens, dim)
     """
@@ -79,7 +101,12 @@ class PackedForward:
 
     def __init__(self, transformer: Any, threads: int) -> None:
         self._model = transformer
-        self._min_rows = max(MIN_ROWS, MIN_ROWS_PER_THREAD * threads)
+        if transformer.device.type == "cpu":
+            for name, module in transformer.named_modules():
+                if isinstance(module, nn.Linear):
+                    per_image = not {*name.split(".")}.isdisjoint(IMAGE_PARTS)
+                    blocks = IMAGE_ROWS if per_image else RowBlocks.of_tokens(threads)
+                    module.forward = partial(_linear_in_blocks, module, blocks)
         self._head_dim: int = transformer.config.attention_head_dim
         self._sources_at_zero = bool(transformer.config.get("zero_cond_t"))
         self._layout: PackedLayout | None = None
@@ -111,25 +138,16 @@ class PackedForward:
             rows=rows,
             image_lengths=[sum(lengths) for lengths in grid_lengths],
             text_lengths=text_lengths,
-            image_rows=self._repeat(
+            image_rows=_repeat(
                 [index for row in range(len(rows)) for index in (row, row + source_offset)],
                 [tokens for image, *sources in grid_lengths for tokens in (image, sum(sources))],
                 device,
             ),
-            text_rows=self._repeat(range(len(rows)), text_lengths, device),
-            image_table=self._pad(torch.cat([image for image, _ in tables])),
-            text_table=self._pad(torch.cat([text for _, text in tables])),
-            prompt=model.txt_in(model.txt_norm(self._pad(features)))[None],
+            text_rows=_repeat(range(len(rows)), text_lengths, device),
+            image_table=torch.cat([image for image, _ in tables]),
+            text_table=torch.cat([text for _, text in tables]),
+            prompt=model.txt_in(model.txt_norm(features))[None],
         )
-
-    def _repeat(self, indices: Sequence[int], lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Each index as often as its length says, padded."""
-        return self._pad(torch.repeat_interleave(torch.tensor(indices), torch.tensor(lengths))).to(device)
-
-    def _pad(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` with zero rows appended up to `min_rows`."""
-        missing = self._min_rows - x.shape[0]
-        return x if missing <= 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
     # --- forward -------------------------------------------------------------------------------------------------
     def _forward(self, layout: PackedLayout) -> Sequence[torch.Tensor]:
@@ -139,16 +157,15 @@ class PackedForward:
         times = torch.stack([row.source.timestep() for row in layout.rows]).to(latents.dtype) / 1000
         if self._sources_at_zero:
             times = torch.cat([times, times * 0])
-        image = model.img_in(self._pad(latents))[None]
-        time = model.time_text_embed(self._pad(times), image)
+        image = model.img_in(latents)[None]
+        time = model.time_text_embed(times, image)
         text = layout.prompt
         for block in model.transformer_blocks:
             image, text = self._block(block, image, text, time, layout)
         scale, shift = model.norm_out.linear(model.norm_out.silu(time).to(image.dtype)).chunk(2, dim=1)
         rows = layout.image_rows
         image = model.norm_out.norm(image) * (1 + scale[rows][None]) + shift[rows][None]
-        total = sum(layout.image_lengths)
-        return model.proj_out(image)[0, :total].split(layout.image_lengths)
+        return model.proj_out(image)[0].split(layout.image_lengths)
 
     def _block(
         self, block: Any, image: torch.Tensor, text: torch.Tensor, time: torch.Tensor, layout: PackedLayout
@@ -189,10 +206,22 @@ class PackedForward:
             text_out.append(attended[:text_length])
             image_out.append(attended[text_length:])
             start, text_start = start + length, text_start + text_length
-        return (
-            attn.to_out[0](self._pad(torch.cat(image_out)))[None],
-            attn.to_add_out(self._pad(torch.cat(text_out)))[None],
-        )
+        return attn.to_out[0](torch.cat(image_out))[None], attn.to_add_out(torch.cat(text_out))[None]
+
+
+def _linear_in_blocks(linear: nn.Linear, blocks: RowBlocks, x: torch.Tensor) -> torch.Tensor:
+    """What `linear` computes, with the same bits for a row in any batch."""
+    rows = x.reshape(-1, x.shape[-1])
+    missing = max(blocks.least - len(rows), -len(rows) % blocks.unit)
+    padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+    results = [F.linear(block, linear.weight, linear.bias) for block in padded.split(blocks.block)]
+    result = results[0] if len(results) == 1 else torch.cat(results)
+    return result[: len(rows)].view(*x.shape[:-1], -1)
+
+
+def _repeat(indices: Sequence[int], lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Each index as often as its length says."""
+    return torch.repeat_interleave(torch.tensor(indices), torch.tensor(lengths)).to(device)
 
 
 def _rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

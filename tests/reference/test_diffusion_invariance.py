@@ -14,7 +14,7 @@ from tests.kit.tiny_image import ends, engine_of, finish, image_run, images_of, 
 from triton_omni.backends.core.engine import EngineEvent, EngineFailed, Run
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.bytes_exact]
 
 PROMPTS = (
     "a red handwritten 7 on a white background",

@@ -62,10 +62,12 @@ def generate(engine: Any, runs: list[Any]) -> list[np.ndarray]:
 
 
 # --- the same images ---------------------------------------------------------------------------------------
+@pytest.mark.bytes_exact
 def test_two_ranks_give_the_bytes_of_one_in_any_batch(folder: Path) -> None:
     same_bytes(folder, random_requests(24), (400, 100_000))
 
 
+@pytest.mark.bytes_exact
 def test_edits_on_two_ranks_have_the_bytes_of_one(edit_folder: Path) -> None:
     asked = random_requests(12)
     for number, one in enumerate(asked):
