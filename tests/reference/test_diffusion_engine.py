@@ -304,9 +304,9 @@ def test_usage_and_guidance_are_reported(engine: Any) -> None:
     engine.open(plain)
     engine.open(guided)
     events = finish(engine)
-    metas = {e.run.id: e.piece for e in events if isinstance(e, EngineOutput)}
-    assert metas[plain.id]["cfg_applied"] is False and metas[guided.id]["cfg_applied"] is True
-    assert metas[plain.id]["guidance_scale_applied"] is False
+    pieces = {e.run.id: e.piece for e in events if isinstance(e, EngineOutput)}
+    assert pieces[plain.id].cfg_applied is False and pieces[guided.id].cfg_applied is True
+    assert pieces[plain.id].guidance_scale_applied is False
     (end,) = ends(events, plain)
     assert isinstance(end, EngineFinished)
     assert end.usage["images"] == 2 and end.usage["completion_tokens"] == 32 and end.usage["prompt_tokens"] > 2

@@ -99,8 +99,8 @@ def test_runs_with_different_loras_are_not_batched(folder: Path, loras: dict) ->
     for run, image in zip(runs, alone, strict=True):
         assert np.array_equal(images_of(events, run)[0], image)
     assert engine.forwards - before == 4 * 6  # the two with the same adapter share
-    metas = {e.run.id: e.piece.lora for e in events if isinstance(e, EngineOutput)}
-    assert [metas[run.id] for run in runs] == ["ink", "chalk", "ink", None, "ink"]
+    loras_used = {e.run.id: e.piece.lora for e in events if isinstance(e, EngineOutput)}
+    assert [loras_used[run.id] for run in runs] == ["ink", "chalk", "ink", "", "ink"]
 
 
 def test_default_lora_can_be_disabled_by_the_request(folder: Path, loras: dict) -> None:
