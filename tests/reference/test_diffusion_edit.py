@@ -229,3 +229,17 @@ def test_tiled_and_bfloat16_edits(folder) -> None:
         run = edit_run("a red 7", [photo(64, 64)], hole(64, 64), steps=3, seed=1)
         engine.open(run)
         assert images_of(finish(engine), run)[0].shape == (128, 128, 3)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK"])
+def test_files_of_images_to_edit_are_read_as_by_diffusers(mode: str, tmp_path: Path) -> None:
+    """`load_image` drops transparency: hidden colors show."""
+    from diffusers.utils.loading_utils import load_image
+    from PIL import Image
+
+    from triton_omni.media.images import decode_image
+
+    layers = np.dstack([photo(40, 30), photo(40, 30, 5)[..., :1]])
+    file = tmp_path / ("image.jpeg" if mode == "CMYK" else "image.png")
+    Image.fromarray(layers, "RGBA").convert(mode if mode != "P" else "RGB").convert(mode).save(file)
+    assert np.array_equal(decode_image(file.read_bytes(), "drop"), np.asarray(load_image(str(file))))

@@ -24,6 +24,13 @@ def runs():
     ]
 
 
+@pytest.fixture(autouse=True)
+def full_float32(monkeypatch):
+    """cuDNN's convolutions use TF32 by default, whose 10-bit mantissa is no rounding of float32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
 @pytest.fixture
 def gpus(monkeypatch):
     """Sets the number of GPUs that the instance reports."""
