@@ -7,7 +7,6 @@ is decoded again at the start of the next one, as in openai/whisper; so is speec
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -111,7 +110,7 @@ class Transcriber:
             phrases = phrases_of(decoding.tokens, self._model.first_timestamp)
             phrases = complete_phrases(phrases, len(is_loud), is_last)
         end = _next_window(window, is_loud, phrases, is_last)
-        is_loud = is_loud[: math.ceil(end / FRAME_SAMPLES)]
+        is_loud = is_loud if end == len(window) else is_loud[: end // FRAME_SAMPLES]
         segments = tuple(self._segments(phrases, decoding, encoded, is_loud, timestamps))
         return WindowTranscript(segments, begin, begin + end)
 

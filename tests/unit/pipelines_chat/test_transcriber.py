@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ from triton_omni.backends.core.outputs import SegmentDecoding, TranscriptPiece
 from triton_omni.backends.pipelines.chat.audio_windows import SAMPLE_RATE_HZ, WINDOW_SAMPLES
 from triton_omni.backends.pipelines.chat.transcriber import SHORT_SAMPLES, TranscriberEngine
 from triton_omni.backends.pipelines.chat.transcription import Segment, Transcriber, WindowTranscript
-from triton_omni.backends.pipelines.chat.transcription_model import WhisperModel
+from triton_omni.backends.pipelines.chat.transcription_model import DecodedWindow, EncodedWindow, WhisperModel
 from triton_omni.backends.pipelines.chat.word_alignment import Word, loud_frames, words_at
 
 
@@ -138,6 +139,46 @@ def test_the_last_word_ends_with_the_audio() -> None:
 def test_silence_is_an_empty_transcript() -> None:
     events = drive.run_with(engine(), asking((0.0, 40)))
     assert [e.piece for e in events if isinstance(e, EngineChunk)] == [TranscriptPiece()]
+
+
+class PhraseModel:
+    """A SpeechModel that writes one phrase, of the words 1 2 3, up to a frame of the window."""
+
+    first_timestamp = 1000
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+    def encode(self, samples: np.ndarray) -> EncodedWindow:
+        return EncodedWindow(None, len(samples))
+
+    def decode(self, encoded: EncodedWindow, no_repeat: bool = False) -> DecodedWindow:
+        return DecodedWindow((1000, 1, 2, 3, 1000 + self.end), -0.1, 0.0)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return "".join(f" {token}" for token in tokens if token < 1000)
+
+    def first_frames(self, encoded: EncodedWindow, tokens: Sequence[int], frames: int) -> np.ndarray:
+        return np.linspace(0, frames, len(tokens), endpoint=False).astype(np.int64)
+
+
+def test_a_window_ends_with_its_last_phrase_and_no_word_ends_behind_it() -> None:
+    audio = np.full(40 * SAMPLE_RATE_HZ, 0.3, np.float32)
+    audio[700 * 320 + 100 : 700 * 320 + 900] = 0.2  # the quietest place, within a frame
+    window = Transcriber(PhraseModel(700)).transcribe(audio, timestamps=True)
+    assert (window.begin, window.end) == (0, 700 * 320 + 500)
+    (segment,) = window.segments
+    assert segment.text == "1 2 3" and len(segment.words) == 3
+    assert segment.end_s == segment.words[-1].end_s <= window.end / SAMPLE_RATE_HZ
+
+
+def test_a_late_timestamp_does_not_cut_what_follows_a_pause() -> None:
+    """The phrase is said in the first 4 s; its timestamp is half a second into the next one."""
+    audio = np.zeros(20 * SAMPLE_RATE_HZ, np.float32)
+    audio[: 4 * SAMPLE_RATE_HZ] = audio[12 * SAMPLE_RATE_HZ :] = 0.3
+    window = Transcriber(PhraseModel(625)).transcribe(audio, timestamps=True)
+    assert 11 * SAMPLE_RATE_HZ <= window.end < 12 * SAMPLE_RATE_HZ
+    assert window.segments[-1].end_s == 4.0
 
 
 class GatedTranscriber(LevelTranscriber):
