@@ -63,8 +63,8 @@ doctor: ## state of set-up and of running servers, with memory and start-up seco
 	@$(CLI) doctor
 
 test: setup lint ## set-up, style, types and all tests but chaos, soak and GPU (about 20 minutes)
-	@$(PYTEST) -m "not chaos and not soak and not gpu" $(TESTS)
 	@$(MAKE) --no-print-directory bytes
+	@$(PYTEST) -m "not chaos and not soak and not gpu" $(TESTS)
 
 bytes: ## tests that promise equal bytes, with the kernels of a CPU without AVX-512 (part of test)
 	@$(AVX2) $(PYTEST) -q -m "bytes_exact and not soak and not gpu" $(TESTS)
