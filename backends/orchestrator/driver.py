@@ -183,10 +183,10 @@ class Orchestrator:
     def _abort(self, arrival: Arrival) -> Event:
         """End every request that has the target id and token; the event has their number."""
         target, token = arrival.request.target, arrival.request.token
-        if not (token or arrival.is_operator):
-            raise BadRequest("an abort needs the token of the request's first event, or the operator's key", "token")
         if not target:
             raise BadRequest("an abort needs the id of the request to end", "target")
+        if not (token or arrival.is_operator):
+            raise BadRequest("an abort needs the token of the request's first event, or the operator's key", "token")
         found = [
             state
             for state in self.requests.values()
