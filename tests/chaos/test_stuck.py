@@ -49,7 +49,7 @@ def test_a_stub_killed_while_a_run_is_being_opened(server: RunningServer) -> Non
     os.kill(stub.pid, signal.SIGKILL)
     wait_for(lambda: server.instance("toy").state == "stuck", 30, "the opening is seen not to return")
     client.join(90)
-    assert [life.ends for life in lives] == [["error [unavailable:wave] Triton opens no runs any more"]]
+    assert [life.ends for life in lives] == [["error [unavailable:wave] Triton is not accepting new BLS requests"]]
     wait_for(lambda: is_back(server) and server.instance("toy").pid != orchestrator.pid, BACK_S, "a new orchestrator")
     assert run_one(server.grpc, Plan(body(3))).ends == ["length"]
     wait_until_idle(server)
