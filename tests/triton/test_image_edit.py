@@ -121,7 +121,7 @@ def test_the_same_model_draws_from_text(sdk: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("more", "param", "says"),
     [
-        ({"model": "image"}, "model", f"does not edit pictures; these can: {MODEL}"),
+        ({"model": "image"}, "model", f"does not edit images; these can: {MODEL}"),
         ({"image": [png(photo(64, 64))] * 2}, "image", "takes at most 1 image"),
         ({"image": png(photo(900, 100))}, "image", "8 times"),
         ({"mask": mask_file(), "size": "64x64"}, "size", "with a mask"),
