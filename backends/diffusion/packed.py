@@ -209,14 +209,14 @@ class PackedForward:
         return attn.to_out[0](torch.cat(image_out))[None], attn.to_add_out(torch.cat(text_out))[None]
 
 
-def _linear_in_blocks(linear: nn.Linear, blocks: RowBlocks, x: torch.Tensor) -> torch.Tensor:
+def _linear_in_blocks(linear: nn.Linear, blocks: RowBlocks, input: torch.Tensor) -> torch.Tensor:
     """What `linear` computes, with the same bits for a row in any batch."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = input.reshape(-1, input.shape[-1])
     missing = max(blocks.least - len(rows), -len(rows) % blocks.unit)
     padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
     results = [F.linear(block, linear.weight, linear.bias) for block in padded.split(blocks.block)]
     result = results[0] if len(results) == 1 else torch.cat(results)
-    return result[: len(rows)].view(*x.shape[:-1], -1)
+    return result[: len(rows)].view(*input.shape[:-1], -1)
 
 
 def _repeat(indices: Sequence[int], lengths: Sequence[int], device: torch.device) -> torch.Tensor:
