@@ -130,7 +130,7 @@ _IGNORED_PARAMETERS = frozenset(
 )
 
 
-def short_form(text: str, parameters: Mapping[str, Any], stream: bool) -> GenerateRequest:
+def short_form(text: str, parameters: Mapping[str, object], stream: bool) -> GenerateRequest:
     """The request that `text_input` and request parameters stand for; raises BadRequest naming a bad parameter."""
     fields: dict[str, Any] = {"stream": stream}
     for key, value in parameters.items():

@@ -6,11 +6,11 @@ from __future__ import annotations
 import argparse
 import json
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 import msgspec
 import numpy as np
@@ -152,7 +152,7 @@ def transcribe(client: Client, options: argparse.Namespace, show: Show) -> int:
         transcription=TranscriptionParams(word_timestamps=options.words),
     )
     phrases: list[Phrase] = []
-    segments: list[dict[str, Any]] = []
+    segments: list[dict[str, object]] = []
     with closing(_pieces(client, options.model, request, media)) as pieces:
         for piece in pieces:
             segment = piece.event.piece
@@ -173,7 +173,7 @@ def transcribe(client: Client, options: argparse.Namespace, show: Show) -> int:
     return 0
 
 
-def _segment_json(segment: TranscriptPiece) -> dict[str, Any]:
+def _segment_json(segment: TranscriptPiece) -> dict[str, object]:
     times = {"start_s": segment.start_s, "end_s": segment.end_s, "language": segment.language}
     words = {"words": [msgspec.to_builtins(word) for word in segment.words]} if segment.words else {}
     return {"text": segment.text, **times, **words}
@@ -212,10 +212,10 @@ def _image(client: Client, options: argparse.Namespace, request: GenerateRequest
     return 0
 
 
-def _pieces(client: Client, model: str, request: GenerateRequest, media: Media) -> Any:
+def _pieces(client: Client, model: str, request: GenerateRequest, media: Media) -> Generator[Piece]:
     """Pieces as a generator, so that leaving early (Ctrl-C) ends the request."""
 
-    def generate() -> Iterator[Piece]:
+    def generate() -> Generator[Piece]:
         yield from client.generate(model, request, media=media.tensors)
 
     return generate()

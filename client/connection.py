@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 import msgspec
@@ -26,6 +26,7 @@ from triton_omni.backends import wire
 from triton_omni.backends.wire import GenerateRequest, OmniError
 from triton_omni.pieces import NO_MEDIA, Piece, inputs_of, is_final, piece_of
 
+T = TypeVar("T")
 log = logging.getLogger("triton_omni.client")
 
 KEY_METADATA = "triton-grpc-protocol-triton-omni-key"
@@ -88,7 +89,7 @@ class AsyncClient:
         if traceparent:  # the parameter for our spans, the header for Triton's own
             parameters[wire.TRACEPARENT] = traceparent
             headers = {**headers, wire.TRACEPARENT: traceparent}
-        call = {
+        call: dict[str, object] = {
             "model_name": pipeline,
             "inputs": inputs_of(request, media),
             "request_id": own[1],
@@ -193,7 +194,7 @@ class AsyncClient:
     def _bounds(self) -> dict[str, Any]:
         return {"headers": self._headers, "client_timeout": CONTROL_TIMEOUT_S}
 
-    async def _ask(self, call: Any) -> Any:
+    async def _ask(self, call: Awaitable[T]) -> T:
         try:
             return await call
         except InferenceServerException as error:
@@ -238,7 +239,7 @@ class _Receipts:
         self._is_sending = False
 
 
-async def _once(call: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _once(call: dict[str, object]) -> AsyncIterator[dict[str, object]]:
     yield call
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -81,7 +80,7 @@ def is_final(result: InferResult) -> bool:
     return bool(result.get_response().parameters[FINAL].bool_param)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _input(name: str, data: np.ndarray, datatype: str) -> Any:
+def _input(name: str, data: np.ndarray, datatype: str) -> InferInput:
     tensor = InferInput(name, list(data.shape), datatype)
     tensor.set_data_from_numpy(data)
     return tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -38,7 +38,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> Iterator[Piece]:
         """AsyncClient.generate. Closing the iterator, or leaving a `for` over it, cancels the request."""
-        pieces: Any = self._client.generate(pipeline, request, media=media, request_id=request_id, timeout_s=timeout_s)
+        pieces = self._client.generate(pipeline, request, media=media, request_id=request_id, timeout_s=timeout_s)
         try:
             while (piece := self._wait(_next(pieces))) is not None:
                 yield piece
@@ -103,5 +103,5 @@ async def _connect(address: str, headers: Mapping[str, str] | None, key: str) ->
     return AsyncClient(address, headers, key)
 
 
-async def _next(pieces: Any) -> Piece | None:
+async def _next(pieces: AsyncGenerator[Piece, None]) -> Piece | None:
     return await anext(pieces, None)

@@ -169,7 +169,8 @@ def server_path(recorder: Recorder) -> None:
     models["toy"].initialize(model_arguments("toy", {"pipeline": "toy"} | to_parameters(OrchestratorDeploy())))
     chat = json.dumps({"messages": [{"role": "user", "content": "hello"}], "modalities": ["text"]})
     recorder.on = True
-    models["toy"].execute([FakeRequest({"request": FakeTensor("request", np.array([chat.encode()], np.object_))})])
+    request: Any = FakeRequest({"request": FakeTensor("request", np.array([chat.encode()], np.object_))})
+    models["toy"].execute([request])
     assert stepped.wait(20), "the engine never stepped"
 
 

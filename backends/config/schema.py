@@ -124,7 +124,7 @@ class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def convert(values: Any, kind: type[T], place: str, strict: bool = True) -> T:
+def convert(values: object, kind: type[T], place: str, strict: bool = True) -> T:
     """`values` as `kind`; raises ConfigError naming `place`, the key and the nearest known key."""
     try:
         return msgspec.convert(values, kind, strict=strict)
@@ -165,7 +165,7 @@ def from_parameters(parameters: Mapping[str, str], kind: type[T], place: str) ->
     return convert(values, kind, place, strict=False)
 
 
-def _json(text: str, place: str) -> Any:
+def _json(text: str, place: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError:

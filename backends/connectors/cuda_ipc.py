@@ -23,7 +23,9 @@ import importlib
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any
+from enum import IntEnum
+from types import ModuleType
+from typing import Any, Protocol
 
 import msgspec
 
@@ -54,16 +56,22 @@ class DeviceView:
         self._nbytes = nbytes
 
     @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
+    def __cuda_array_interface__(self) -> dict[str, object]:
         # torch refuses the read-only flag; no stream, because the bytes were complete when the chunk was sent
         data = (self._pointer, False)
         return {"shape": (self._nbytes,), "typestr": "|u1", "data": data, "strides": None, "version": 3}
 
 
+class IpcHandle(Protocol):
+    """A cudaIpcMemHandle_t."""
+
+    def getPtr(self) -> int: ...
+
+
 class Mapping:
     """The peer's slab in our address space; unmapped when neither the link nor a tensor uses it."""
 
-    def __init__(self, runtime: Any, pointer: int, nbytes: int) -> None:
+    def __init__(self, runtime: ModuleType, pointer: int, nbytes: int) -> None:
         self.pointer = pointer
         self.nbytes = nbytes
         self._runtime = runtime
@@ -73,7 +81,7 @@ class Mapping:
             _log_failure("a peer's slab was not unmapped", result)
 
 
-def gpu_uuid(device: int = 0, runtime: Any = None) -> str:
+def gpu_uuid(device: int = 0, runtime: ModuleType | None = None) -> str:
     """UUID of a visible GPU whose memory other processes can open; "" where there is none."""
     try:
         runtime = runtime or load_runtime()
@@ -101,7 +109,7 @@ class DeviceSlab:
     `runtime` is the module cuda.bindings.runtime, or what behaves like it. Used by the worker's thread only.
     """
 
-    def __init__(self, device: int = 0, nbytes: int = DEVICE_SLAB_BYTES, runtime: Any = None) -> None:
+    def __init__(self, device: int = 0, nbytes: int = DEVICE_SLAB_BYTES, runtime: ModuleType | None = None) -> None:
         self._runtime = runtime or load_runtime()
         self._device = device
         self._extents = Extents(nbytes)
@@ -175,7 +183,7 @@ class DeviceSlab:
         self._pointer = 0
         self._free_pinned()
 
-    def _copy(self, copies: Sequence[tuple[int, int, int]], kind: Any) -> None:
+    def _copy(self, copies: Sequence[tuple[int, int, int]], kind: int) -> None:
         """Copy (target, source, bytes) in the engine's stream, after the kernels that it has queued; waits."""
         if copies:
             stream = current_stream(self._device)
@@ -203,12 +211,12 @@ def current_stream(device: int) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-def handle_bytes(handle: Any) -> bytes:
+def handle_bytes(handle: IpcHandle) -> bytes:
     """A cudaIpcMemHandle_t as bytes. The binding has no accessor but the address of the C struct."""
     return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
 
-def handle_of(runtime: Any, data: bytes) -> Any:
+def handle_of(runtime: ModuleType, data: bytes) -> IpcHandle:
     """The cudaIpcMemHandle_t with these bytes; raises ValueError for another length."""
     if len(data) != HANDLE_BYTES:
         raise ValueError(f"an IPC handle has {HANDLE_BYTES} bytes (got {len(data)})")
@@ -225,7 +233,7 @@ def pointer_of(tensor: Tensor) -> int:
     return interface["data"][0]
 
 
-def load_runtime() -> Any:
+def load_runtime() -> ModuleType:
     """The CUDA runtime's Python binding; raises ImportError without it."""
     return importlib.import_module("cuda.bindings.runtime")
 
@@ -234,7 +242,7 @@ def _host_view(pointer: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(pointer)).cast("B")
 
 
-def _log_failure(what: str, result: tuple[Any, ...]) -> None:
+def _log_failure(what: str, result: tuple[IntEnum, ...]) -> None:
     """Log a failed call of the end of a link, where nothing can be done about it."""
     if int(result[0]):
         log.warning("%s: CUDA: %s", what, result[0].name)

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
@@ -39,6 +39,7 @@ ITEMS_PER_TURN = 256
 
 _GONE = object()
 
+Sent = TypeVar("Sent")
 StoreFactory = Callable[[], DeviceStore | None]
 
 
@@ -68,7 +69,7 @@ class Peer:
         """Acknowledge a chunk that came from this peer."""
         self._guard(self.connector.release, chunk)
 
-    def _guard(self, act: Callable[[Any], Any], argument: Any) -> Any:
+    def _guard(self, act: Callable[[Sent], object], argument: Sent) -> object:
         if self.lost:
             return _GONE
         try:
@@ -101,8 +102,8 @@ class Hub:
         self._by_address: dict[str, Peer] = {}
         self._peers: dict[Peer, None] = {}
         self._writing: set[Peer] = set()
-        self._ready: deque[tuple[Peer | None, Any]] = deque()
-        self._posted: deque[Any] = deque()
+        self._ready: deque[tuple[Peer | None, object]] = deque()
+        self._posted: deque[object] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._awake = threading.Event()
         self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
@@ -113,7 +114,7 @@ class Hub:
             self._selector.register(self._listener, selectors.EVENT_READ, None)
 
     # --- from any thread -----------------------------------------------------------------------------------------
-    def post(self, item: Any) -> None:
+    def post(self, item: object) -> None:
         """Hand `item` to the owning thread; `poll` returns it as (None, item)."""
         self._posted.append(item)
         self.wake()
@@ -146,7 +147,7 @@ class Hub:
         peer.send(HelloMessage(PROTOCOL_VERSION, self.name, self.gpu_uuid))
         return peer
 
-    def poll(self, timeout_s: float | None) -> list[tuple[Peer | None, Any]]:
+    def poll(self, timeout_s: float | None) -> list[tuple[Peer | None, object]]:
         """Received (peer, message | chunk | Lost) and posted (None, item) entries, in order per peer."""
         if self._accept_again_s is not None:
             timeout_s = self._wait_to_accept(self._accept_again_s, timeout_s)

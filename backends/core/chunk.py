@@ -19,6 +19,7 @@ import msgspec
 from triton_omni.backends.core.outputs import OutputPiece, PieceBase
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor as TorchTensor
 
 AnyPiece = TypeVar("AnyPiece", bound=PieceBase)
@@ -54,7 +55,7 @@ class Tensor(msgspec.Struct, frozen=True):
         return self.spec.name
 
     @classmethod
-    def of(cls, name: str, array: Any) -> Tensor:
+    def of(cls, name: str, array: np.ndarray) -> Tensor:
         """A CPU tensor over a numpy array (made contiguous by the caller)."""
         return cls(TensorSpec(name, _dtype_name(array.dtype), tuple(array.shape)), array)
 
@@ -109,7 +110,7 @@ class Chunk:
     last: bool = False
     tensors: tuple[Tensor, ...] = ()
     piece: OutputPiece | None = None
-    slot: Any = None
+    slot: int | None = None
     sent_s: float = 0.0
 
     @property

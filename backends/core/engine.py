@@ -29,7 +29,7 @@ class OptionsError(ValueError):
     """Engine options or the model they name cannot be used; the text names the stage, the key or the file."""
 
 
-def read_engine_options(options: Mapping[str, Any], kind: type[AnyOptions], stage: str) -> AnyOptions:
+def read_engine_options(options: Mapping[str, object], kind: type[AnyOptions], stage: str) -> AnyOptions:
     """The `engine:` section of a stage as `kind`; raises OptionsError naming the stage, the key and the nearest one."""
     try:
         return msgspec.convert(dict(options), kind)

@@ -269,7 +269,7 @@ def decode_request(data: bytes) -> GenerateRequest:
     return request
 
 
-def stage_options(given: Mapping[str, Any], kind: type[Options], stage: str) -> Options:
+def stage_options(given: Mapping[str, object], kind: type[Options], stage: str) -> Options:
     """A request's own options for one stage as `kind`; raises BadRequest naming the key."""
     try:
         return msgspec.convert(given, kind)
@@ -279,7 +279,7 @@ def stage_options(given: Mapping[str, Any], kind: type[Options], stage: str) -> 
         raise BadRequest(message + hint, f"stages.{stage}.{key}".rstrip(".")) from None
 
 
-def with_stage_options(params: Options, given: Mapping[str, Any], stage: str) -> Options:
+def with_stage_options(params: Options, given: Mapping[str, object], stage: str) -> Options:
     """`params` with a request's own options for one stage on top; raises BadRequest naming the key."""
     return stage_options({**msgspec.to_builtins(params), **given}, type(params), stage) if given else params
 

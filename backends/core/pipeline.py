@@ -22,7 +22,7 @@ def no_environment(context: EngineContext) -> Mapping[str, str]:
     return {}
 
 
-def accept_all(request: GenerateRequest, engine: Mapping[str, Any]) -> None:
+def accept_all(request: GenerateRequest, engine: Mapping[str, object]) -> None:
     """The check of a stage that refuses nothing before it runs."""
 
 
@@ -37,7 +37,7 @@ class EngineContext:
 
     pipeline: str
     stage: str
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     """The stage's `engine:` section of deploy.yaml."""
     device: str = "cpu"
     models_dir: str = ""
@@ -67,7 +67,7 @@ class Stage:
     outputs: tuple[TensorSpec, ...] = ()
     media: str = ""
     params: tuple[str, ...] = ()
-    check: Callable[[GenerateRequest, Mapping[str, Any]], None] = accept_all
+    check: Callable[[GenerateRequest, Mapping[str, object]], None] = accept_all
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Pipeline:
     outputs: tuple[Output, ...]
     operations: tuple[Operation, ...]
     check: Callable[[GenerateRequest], None] = _no_check
-    about: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    about: Mapping[str, object] = field(default_factory=dict[str, object])
 
     def __post_init__(self) -> None:
         names = [s.name for s in self.stages]

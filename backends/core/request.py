@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from triton_omni.backends.core.errors import Cancelled, OmniError, StageFailed
 from triton_omni.backends.core.pipeline import Pipeline
@@ -69,7 +68,7 @@ class OutputArrived:
     """A piece of an output came in; `item` must be emitted or released, exactly once."""
 
     output: str
-    item: Any
+    item: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +129,12 @@ class OpenRun:
 class EmitOutput:
     output: str
     index: int
-    item: Any
+    item: object
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseOutput:
-    item: Any
+    item: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +265,7 @@ class RequestMachine:
             return [StopRun(stage), *self._open_next()]
         return [*self._dropped_by([stage]), *self._open_next()]
 
-    def _arrived(self, output: str, item: Any) -> list[RequestAction]:
+    def _arrived(self, output: str, item: object) -> list[RequestAction]:
         if self.outcome is not None or output not in self.emitted or output in self.missing:
             return [ReleaseOutput(item)]
         index = self.emitted[output]

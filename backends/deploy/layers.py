@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from triton_omni.backends.config.paths import Build
 from triton_omni.backends.config.schema import ConfigError
@@ -26,7 +26,7 @@ BLOCK_KEYS = frozenset({"orchestrator", "stages"})
 class Leaf:
     """A value that is no mapping, or an empty one, and where it stands: "FILE:LINE"."""
 
-    value: Any
+    value: object
     origin: str
 
 
@@ -61,7 +61,7 @@ def read_layers(path: Path, platform: Build) -> tuple[Tree, list[Path]]:
     return merged, [file for file, _ in reversed(chain)]
 
 
-def values_of(tree: Tree) -> dict[str, Any]:
+def values_of(tree: Tree) -> dict[str, object]:
     """The values alone."""
     return {key: below.value if isinstance(below, Leaf) else values_of(below) for key, below in tree.items()}
 

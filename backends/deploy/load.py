@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from triton_omni.backends.config.paths import Build
 from triton_omni.backends.config.schema import ConfigError, Deploy, OrchestratorDeploy, StageDeploy, convert
@@ -19,7 +18,7 @@ def read_deploy(path: Path, platform: Build = "cpu") -> Deploy:
     return to_deploy(values_of(read_layers(path, platform)[0]), path.name)
 
 
-def to_deploy(values: Mapping[str, Any], place: str) -> Deploy:
+def to_deploy(values: Mapping[str, object], place: str) -> Deploy:
     """Merged values as a Deploy. Raises ConfigError with all errors of all sections, each on a line."""
     errors: list[str] = []
 

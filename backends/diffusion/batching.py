@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +15,10 @@ from triton_omni.backends.core.engine import OptionsError
 from triton_omni.backends.diffusion.forward import Forward, ForwardInput, Prediction, regroup, rows_of
 from triton_omni.backends.diffusion.options import DiffusionOptions
 from triton_omni.backends.diffusion.packed import PackedForward, unsupported_reason
+from triton_omni.backends.diffusion.upstream import ModelMixin
 
 
-def make_forward(transformer: Any, options: DiffusionOptions) -> Forward:
+def make_forward(transformer: ModelMixin, options: DiffusionOptions) -> Forward:
     """The forward that `options.batching` names. Raises OptionsError if this transformer cannot be packed."""
     if options.batching == "seq":
         return SequentialForward(transformer)
@@ -32,7 +32,7 @@ def make_forward(transformer: Any, options: DiffusionOptions) -> Forward:
     return PackedForward(transformer, options.threads)
 
 
-def _no_context(source: ForwardInput, branch: int) -> AbstractContextManager[Any]:
+def _no_context(source: ForwardInput, branch: int) -> AbstractContextManager[object]:
     return nullcontext()
 
 
@@ -43,7 +43,9 @@ class SequentialForward:
     """
 
     def __init__(
-        self, transformer: Any, call_context: Callable[[Any, int], AbstractContextManager[Any]] = _no_context
+        self,
+        transformer: ModelMixin,
+        call_context: Callable[[ForwardInput, int], AbstractContextManager[object]] = _no_context,
     ) -> None:
         self._transformer = transformer
         self._call_context = call_context
@@ -75,7 +77,7 @@ class SequentialForward:
 class PaddedForward:
     """One stock call per group of equal size: text padded to the longest, branches stacked."""
 
-    def __init__(self, transformer: Any) -> None:
+    def __init__(self, transformer: ModelMixin) -> None:
         self._transformer = transformer
 
     def forget(self) -> None:

@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from math import prod
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,9 @@ from triton_omni.backends.diffusion.image_run import ImageRun, InpaintState
 from triton_omni.backends.diffusion.options import MAX_SOURCE_IMAGES
 from triton_omni.backends.diffusion.text import EncodeTasks, Prompt, PromptTemplate, text_features
 from triton_omni.backends.diffusion.upstream import (
+    BatchFeature,
     DiagonalGaussianDistribution,
+    DiffusionPipeline,
     QwenImageEditInpaintPipeline,
     QwenImageEditPlusPipeline,
 )
@@ -38,7 +39,7 @@ class EditEncoder:
     takes several images.
     """
 
-    def __init__(self, pipe: Any, device: torch.device, codec: ImageCodec, source_pixels: int) -> None:
+    def __init__(self, pipe: DiffusionPipeline, device: torch.device, codec: ImageCodec, source_pixels: int) -> None:
         self._pipe, self._device, self._codec = pipe, device, codec
         is_plus = isinstance(pipe, QwenImageEditPlusPipeline)
         self.max_source_images = MAX_SOURCE_IMAGES if is_plus else 1
@@ -90,14 +91,14 @@ class EditEncoder:
         mask = F.interpolate(mask, size=(spec.height // factor, spec.width // factor)).to(latents)
         return InpaintState(self._pack(mask.expand(-1, latents.shape[-1] // 4, -1, -1)), latents)
 
-    def _patches(self, images: Sequence[Image.Image]) -> Any:
+    def _patches(self, images: Sequence[Image.Image]) -> BatchFeature:
         """The images as inputs of the text encoder."""
         sizes = [source_size((image.height, image.width), self._encoder_pixels) for image in images]
         resize = self._pipe.image_processor.resize
         small = [resize(image, height, width) for image, (width, height) in zip(images, sizes, strict=True)]
         return self._pipe.processor.image_processor(images=small, return_tensors="pt").to(self._device)
 
-    def _features(self, prompt: Prompt, patches: Callable[[], Any]) -> torch.Tensor:
+    def _features(self, prompt: Prompt, patches: Callable[[], BatchFeature]) -> torch.Tensor:
         """(1, prompt.tokens, dim)"""
         return text_features(self._pipe.text_encoder, prompt, self._device, **patches())
 

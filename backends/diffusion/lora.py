@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from triton_omni.backends.core.engine import OptionsError
+from triton_omni.backends.diffusion.upstream import DiffusionPipeline
 
 
 class LoraAdapters:
     """The adapters of one pipeline. All runs of a forward use the same one, or none."""
 
-    def __init__(self, pipe: Any, folders: Mapping[str, Path]) -> None:
+    def __init__(self, pipe: DiffusionPipeline, folders: Mapping[str, Path]) -> None:
         self.names = tuple(folders)
         self._transformer = pipe.transformer
         self._active: tuple[str, float] | None = None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -23,6 +22,7 @@ from triton_omni.backends.diffusion.image_params import FieldName, ImageSpec
 from triton_omni.backends.diffusion.image_run import ImageRun, MemoryNeeds
 from triton_omni.backends.diffusion.options import DiffusionOptions
 from triton_omni.backends.diffusion.text import Prompt
+from triton_omni.backends.diffusion.upstream import DiffusionPipeline
 
 STEP_WIDTHS = 16
 """Values per token in a step, in units of the transformer's width. Attention stores no table of all pairs."""
@@ -47,7 +47,7 @@ FREE_MEMORY_SHARE = 0.9
 class ImageMemory:
     """Computes memory needs for one model."""
 
-    def __init__(self, pipe: Any, options: DiffusionOptions, device: torch.device) -> None:
+    def __init__(self, pipe: DiffusionPipeline, options: DiffusionOptions, device: torch.device) -> None:
         available = free_bytes(device) - _offloaded_bytes(pipe, options.offload)
         self.limit_bytes = options.memory_bytes or int(FREE_MEMORY_SHARE * available)
         self._value_bytes = torch.finfo(getattr(torch, options.dtype)).bits // 8
@@ -137,7 +137,7 @@ def free_bytes(device: torch.device) -> int:
     return min(available, int(limit) - int(used["anon"]))
 
 
-def _offloaded_bytes(pipe: Any, offload: str) -> int:
+def _offloaded_bytes(pipe: DiffusionPipeline, offload: str) -> int:
     """Largest weights that offload moves to the device while requests run."""
     networks = (pipe.transformer, pipe.vae, pipe.text_encoder)
     if offload == "none":

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,7 +30,13 @@ from triton_omni.backends.diffusion.parallel.ranks import RankGroup
 from triton_omni.backends.diffusion.preview import PreviewDecoder
 from triton_omni.backends.diffusion.step_cache import StepCachedForward
 from triton_omni.backends.diffusion.text import EncodeTasks, EncodingCache, Prompt, PromptEncoder
-from triton_omni.backends.diffusion.upstream import DiffusionPipeline, QwenImagePipeline, be_quiet, calculate_shift
+from triton_omni.backends.diffusion.upstream import (
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    be_quiet,
+    calculate_shift,
+)
 from triton_omni.backends.diffusion.vae import one_frame_codec, stock_codec
 
 log = logging.getLogger("triton_omni.diffusion")
@@ -63,7 +68,7 @@ class ImageModel:
         if hasattr(pipe, "processor"):
             self.edit_encoder = EditEncoder(pipe, self.device, self.codec, options.defaults.source_pixels)
             pipe = QwenImagePipeline(**{name: part for name, part in pipe.components.items() if name != "processor"})
-        self.pipe: Any = pipe
+        self.pipe = pipe
         self.text = PromptEncoder(pipe, self.device)
         self.cache = EncodingCache(options.cache_bytes)
         self.encode_count = 0
@@ -77,11 +82,11 @@ class ImageModel:
         threshold = options.step_cache_threshold
         self.step_cached = StepCachedForward(self.pipe.transformer, threshold) if threshold else None
 
-    def _load(self, folder: Path) -> Any:
+    def _load(self, folder: Path) -> DiffusionPipeline:
         """The checkpoint's own pipeline class, checked and on the device."""
         name = self.options.model
         be_quiet()
-        pipe: Any = DiffusionPipeline.from_pretrained(folder, dtype=getattr(torch, self.options.dtype))
+        pipe = DiffusionPipeline.from_pretrained(folder, dtype=getattr(torch, self.options.dtype))
         missing = [component for component in COMPONENTS if not hasattr(pipe, component)]
         if missing:
             raise OptionsError(f"model '{name}': {type(pipe).__name__} has no {', '.join(missing)}")
@@ -198,7 +203,7 @@ class ImageModel:
         if self.edit_encoder is not None and spec.mask is not None:
             image_run.inpaint = self.edit_encoder.inpaint_state(image_run)
 
-    def _scheduler(self, image_run: ImageRun) -> Any:
+    def _scheduler(self, image_run: ImageRun) -> FlowMatchEulerDiscreteScheduler:
         """A scheduler of the run's own; the defaults are those of diffusers' pipeline."""
         scheduler = copy.deepcopy(self.pipe.scheduler)
         config = scheduler.config

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -130,7 +130,7 @@ class DiffusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.batching == "seq" or self.vae_tiling or self.offload == "model"
 
 
-def read_options(options: Mapping[str, Any], stage: str) -> DiffusionOptions:
+def read_options(options: Mapping[str, object], stage: str) -> DiffusionOptions:
     """Parse engine options; raises OptionsError naming the stage, the key and the nearest known key."""
     at = f"stage '{stage}', engine options: "
     for name in SHARED_CACHES:

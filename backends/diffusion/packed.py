@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from triton_omni.backends.diffusion.forward import BatchRow, ForwardInput, Prediction, regroup, rows_of
-from triton_omni.backends.diffusion.upstream import apply_rotary_emb_qwen
+from triton_omni.backends.diffusion.upstream import ModelMixin, apply_rotary_emb_qwen
 
 
 class RowBlocks(NamedTuple):
@@ -59,7 +59,7 @@ ATTENTION_PARTS = (
 )  # fmt: skip
 
 
-def unsupported_reason(transformer: Any) -> str:
+def unsupported_reason(transformer: ModelMixin) -> str:
     """Why this transformer cannot be packed; empty if it can."""
     config = transformer.config
     if config.get("guidance_embeds") or config.get("use_additional_t_cond"):
@@ -99,7 +99,7 @@ class PackedLayout:
 class PackedForward:
     """The transformer's own modules, applied to packed sequences."""
 
-    def __init__(self, transformer: Any, threads: int) -> None:
+    def __init__(self, transformer: ModelMixin, threads: int) -> None:
         self._model = transformer
         if transformer.device.type == "cpu":
             for name, module in transformer.named_modules():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -19,7 +18,7 @@ from triton_omni.backends.diffusion.options import SIZE_MULTIPLE, ImageDefaults,
 STAGE = "denoiser"
 
 
-def image_pipeline(name: str, package_dir: str, about: Mapping[str, Any], max_source_images: int = 0) -> Pipeline:
+def image_pipeline(name: str, package_dir: str, about: Mapping[str, object], max_source_images: int = 0) -> Pipeline:
     """Pipeline `name` with one denoiser stage. `package_dir` is the folder of "package:…" models in deploy files;
     `max_source_images` > 0 adds the operation "edit"."""
     inputs = (TensorSpec("image", "uint8", (-1,)),) if max_source_images else ()
@@ -36,7 +35,7 @@ def image_pipeline(name: str, package_dir: str, about: Mapping[str, Any], max_so
     )
 
 
-def check(max_source_images: int, request: GenerateRequest, engine: Mapping[str, Any]) -> None:
+def check(max_source_images: int, request: GenerateRequest, engine: Mapping[str, object]) -> None:
     """Apply the deploy file's limits; raises BadRequest naming the field."""
     limits = msgspec.convert(engine.get("limits", {}), ImageLimits)
     limits = msgspec.structs.replace(limits, max_source_images=min(max_source_images, limits.max_source_images))

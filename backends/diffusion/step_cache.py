@@ -8,24 +8,24 @@ runs are unaffected; a run with the cache is not batched and has one context per
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 from triton_omni.backends.diffusion.batching import SequentialForward
 from triton_omni.backends.diffusion.forward import Prediction
 from triton_omni.backends.diffusion.image_run import ImageRun
-from triton_omni.backends.diffusion.upstream import FBC_LEADER, FirstBlockCacheConfig
+from triton_omni.backends.diffusion.upstream import FBC_LEADER, FirstBlockCacheConfig, ModelMixin
 
 
 class StepCachedForward:
     """The stock arithmetic with a first-block cache per run and branch."""
 
-    def __init__(self, transformer: Any, threshold: float) -> None:
+    def __init__(self, transformer: ModelMixin, threshold: float) -> None:
         transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
         self._stock = SequentialForward(
-            transformer, lambda run, branch: transformer.cache_context(_context(run, branch))
+            transformer, lambda run, branch: transformer.cache_context(_context(cast(ImageRun, run), branch))
         )
         leader = transformer.transformer_blocks[0]._diffusers_hook.get_hook(FBC_LEADER)
-        self.states: dict[str, Any] = leader.state_manager._state_cache
+        self.states: dict[str, object] = leader.state_manager._state_cache
         """State of diffusers' hooks by context."""
 
     def predict(self, runs: Sequence[ImageRun]) -> list[Prediction]:

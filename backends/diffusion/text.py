@@ -5,9 +5,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+
+from triton_omni.backends.diffusion.upstream import (
+    DiffusionPipeline,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+)
 
 EncodeTasks = dict[Hashable, Callable[[], torch.Tensor]]
 """What a run needs before its first step: content key → function that computes it."""
@@ -29,7 +35,7 @@ class Prompt(NamedTuple):
 class PromptTemplate:
     """The prompt template of a stock pipeline. Special tokens inside a user's prompt are encoded as plain text."""
 
-    def __init__(self, tokenizer: Any, template: str, skip: int) -> None:
+    def __init__(self, tokenizer: Qwen2Tokenizer, template: str, skip: int) -> None:
         self._tokenizer = tokenizer
         self._prefix, self._suffix = template.split("{}")
         self._skip = skip
@@ -54,7 +60,7 @@ class PromptTemplate:
 class PromptEncoder:
     """Text features of prompts without images."""
 
-    def __init__(self, pipe: Any, device: torch.device) -> None:
+    def __init__(self, pipe: DiffusionPipeline, device: torch.device) -> None:
         self._template = PromptTemplate(
             pipe.tokenizer, pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx
         )
@@ -69,7 +75,9 @@ class PromptEncoder:
         return text_features(self._encoder, prompt, self._device)
 
 
-def text_features(encoder: Any, prompt: Prompt, device: torch.device, **images: Any) -> torch.Tensor:
+def text_features(
+    encoder: Qwen2_5_VLForConditionalGeneration, prompt: Prompt, device: torch.device, **images: torch.Tensor
+) -> torch.Tensor:
     """The encoder's last hidden states without the template's prefix, (1, prompt.tokens, dim)."""
     tokens = torch.tensor([prompt.ids], device=device)
     hidden = encoder(

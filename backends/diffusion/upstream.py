@@ -9,12 +9,17 @@ import logging
 import sys
 
 __all__ = [
-    "FBC_LEADER", "PRETOKENIZE_REGEX", "AutoModel", "AutoencoderKLQwenImage",
+    "FBC_LEADER",
+    "PRETOKENIZE_REGEX",
+    "AutoModel",
+    "AutoencoderKLQwenImage",
+    "BatchFeature",
     "ContextParallelConfig",
     "DiagonalGaussianDistribution",
     "DiffusionPipeline",
     "FirstBlockCacheConfig",
     "FlowMatchEulerDiscreteScheduler",
+    "ModelMixin",
     "ParallelConfig",
     "Qwen2Tokenizer",
     "Qwen2_5_VLConfig",
@@ -63,6 +68,7 @@ from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelC
 from diffusers.models.auto_model import AutoModel
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage, QwenImageCausalConv3d
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.models.modeling_utils import ModelMixin
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel, apply_rotary_emb_qwen
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline, calculate_shift
@@ -71,6 +77,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_inpaint import QwenIm
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import QwenImageEditPlusPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from diffusers.utils import logging as diffusers_logging
+from transformers.feature_extraction_utils import BatchFeature
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration

@@ -9,13 +9,17 @@ faster and avoids the frame cache that makes the stock decoder stateful.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from triton_omni.backends.diffusion.upstream import DiagonalGaussianDistribution, QwenImageCausalConv3d
+from triton_omni.backends.diffusion.upstream import (
+    AutoencoderKLQwenImage,
+    DiagonalGaussianDistribution,
+    QwenImageCausalConv3d,
+)
 
 
 class FrameConv(nn.Module):
@@ -55,7 +59,7 @@ class ImageCodec(NamedTuple):
     decode: Callable[[torch.Tensor], torch.Tensor]
 
 
-def one_frame_codec(vae: Any) -> ImageCodec:
+def one_frame_codec(vae: AutoencoderKLQwenImage) -> ImageCodec:
     """The VAE in one-frame form; modifies `vae`."""
     reduce_to_one_frame(vae)
     return ImageCodec(
@@ -64,10 +68,11 @@ def one_frame_codec(vae: Any) -> ImageCodec:
     )
 
 
-def stock_codec(vae: Any, tiling: bool) -> ImageCodec:
+def stock_codec(vae: AutoencoderKLQwenImage, tiling: bool) -> ImageCodec:
     """The VAE's own methods. They keep state inside the module: one image at a time."""
     if tiling:
         vae.enable_tiling()
     return ImageCodec(
-        lambda pixels: vae.encode(pixels).latent_dist, lambda latents: vae.decode(latents, return_dict=False)[0]
+        lambda pixels: vae.encode(pixels, return_dict=False)[0],
+        lambda latents: vae.decode(latents, return_dict=False)[0],
     )

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import MAX_REQUEST_ID_CHARS, GenerateRequest, Part
@@ -27,7 +26,7 @@ def check_request(
     pipeline: Pipeline,
     request: GenerateRequest,
     media: Mapping[str, int],
-    engine: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    engine: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
 ) -> RequestPlan:
     """Check a request against its pipeline; returns what it takes. `media` gives the number of elements of each media
     tensor sent, `engine` the engine options of stages that check requests."""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import cast
 
 from triton_omni.backends.config.schema import OrchestratorDeploy
 from triton_omni.backends.control import messages as msg
@@ -94,7 +94,7 @@ class Orchestrator:
         self._next_publish = 0.0
         self._abandoned: dict[tuple[bytes, str], object] = {}
         """Handles of runs whose worker died, until the stub reports that it has closed their streams."""
-        self._inbox: deque[tuple[Peer | None, Any]] = deque()
+        self._inbox: deque[tuple[Peer | None, object]] = deque()
 
     # --- from any thread -----------------------------------------------------------------------------------------
     def submit(self, arrival: Arrival) -> None:
@@ -117,7 +117,7 @@ class Orchestrator:
             while self._inbox:  # kept over a turn that an exception ends, so that no other item is lost
                 peer, item = self._inbox.popleft()
                 if peer is None:
-                    item()
+                    cast(Callable[[], None], item)()
                 else:
                     self._on_item(peer, item)
             self._admit()
@@ -300,8 +300,8 @@ class Orchestrator:
         if not state.deferred:
             state.blocked_s = None
 
-    def _emit(self, state: RequestState, output: str, index: int, item: tuple[Peer, Chunk]) -> None:
-        peer, chunk = item
+    def _emit(self, state: RequestState, output: str, index: int, item: object) -> None:
+        peer, chunk = cast(tuple[Peer, Chunk], item)
         piece, nbytes = chunk.piece, chunk.nbytes
         assert piece is not None, "the machine emits pieces"
         self._count_piece(state, output, chunk, piece, nbytes)
@@ -384,7 +384,7 @@ class Orchestrator:
                 case life.EmitOutput(output, index, item):
                     self._emit(state, output, index, item)
                 case life.ReleaseOutput(item):
-                    peer, chunk = item
+                    peer, chunk = cast(tuple[Peer, Chunk], item)
                     peer.release(chunk)
                 case life.StopRun(stage):
                     self._stop(state, stage)

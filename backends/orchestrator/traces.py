@@ -7,12 +7,15 @@ when the orchestrator was notified of its run and lasts as long as its worker sa
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triton_omni.backends.control.messages import RunStats
 from triton_omni.backends.core.request import Outcome
 from triton_omni.backends.orchestrator.request_state import RequestState
 from triton_omni.backends.telemetry.traces import Traces, wall_ns
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 
 def write(traces: Traces, live: RequestState) -> None:
@@ -34,18 +37,18 @@ def write(traces: Traces, live: RequestState) -> None:
     traces.end(root, facts | {f"omni.usage.{k}": v for k, v in live.usage(end).items()}, error, ended_s)
 
 
-def _write_stage(traces: Traces, live: RequestState, root: Any, stage: str, accepted_s: float, error: str) -> None:
+def _write_stage(traces: Traces, live: RequestState, root: Span, stage: str, accepted_s: float, error: str) -> None:
     span = traces.begin(f"{live.machine.pipeline.name}/{stage}", root, accepted_s)
     stats = live.runs[stage].stats
     outcome = "lost" if stats is None else stats.outcome
     if stats is not None and stats.first_s is not None:
         span.add_event("first output", timestamp=wall_ns(accepted_s + stats.first_s))
-    facts: dict[str, Any] = {"omni.stage": stage, "omni.outcome": outcome} | _edges(stats)
+    facts: dict[str, str | float] = {"omni.stage": stage, "omni.outcome": outcome} | _edges(stats)
     failed = (error or outcome) if outcome in ("failed", "lost") else ""
     traces.end(span, facts, failed, live.ended_s if stats is None else accepted_s + stats.total_s)
 
 
-def _edges(stats: RunStats | None) -> dict[str, Any]:
+def _edges(stats: RunStats | None) -> dict[str, str | float]:
     """What each edge delivered, in all."""
     return {
         f"omni.edge.{source}.{name}": value

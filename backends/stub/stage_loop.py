@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TypeVarTuple, cast
 
 from triton_omni.backends.config.schema import StageDeploy
 from triton_omni.backends.connectors.base import PeerLost
@@ -36,6 +36,7 @@ from triton_omni.backends.core.pipeline import Stage
 from triton_omni.backends.core.responses import Event, Response, ResponseStream
 from triton_omni.backends.stub.worker_process import WorkerProcess
 
+Arguments = TypeVarTuple("Arguments")
 log = logging.getLogger("triton_omni.stage")
 
 TURN_S = 0.25
@@ -124,7 +125,7 @@ class StageLoop:
         for peer, item in self.hub.poll(timeout_s):
             try:
                 if peer is None:
-                    item()
+                    cast(Callable[[], None], item)()
                 elif peer is self._worker:
                     self._on_worker(peer, item)
             except Exception:  # loop boundary: an error in one item must not lose the others
@@ -253,7 +254,7 @@ class StageLoop:
             case _:
                 log.warning("unexpected message %s from the worker", type(item).__name__)
 
-    def _posting(self, act: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+    def _posting(self, act: Callable[[*Arguments], None], *arguments: *Arguments) -> Callable[[], None]:
         """A function that makes the loop's thread call `act`; may be called from any thread."""
         return partial(self.hub.post, partial(act, *arguments))
 

@@ -8,14 +8,23 @@ import sys
 import time
 import wave
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from triton_omni.backends.supervisor.errors import Report, SetupError
 from triton_omni.backends.supervisor.serve.temporary import temporary_server
 
+if TYPE_CHECKING:
+    from openai import OpenAI
+    from openai.types.chat import ChatCompletionMessageParam
+    from openai.types.chat.chat_completion_chunk import ChoiceDelta
+
+T = TypeVar("T")
 OUT = Path("out")
 QUESTION = "What is the capital of France?"
-MESSAGES = [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": QUESTION}]
+MESSAGES: list[ChatCompletionMessageParam] = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": QUESTION},
+]
 SPEECH_HZ = 24000  # OpenAI's pcm16 is always 24 kHz mono
 READY_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 300.0
@@ -44,7 +53,7 @@ def demo(report: Report) -> int:
     return 0
 
 
-def speak(client: Any, report: Report) -> list[Path]:
+def speak(client: OpenAI, report: Report) -> list[Path]:
     """Ask for text and speech in one stream; writes answer.txt and answer.wav."""
     report(f"\nasking: {QUESTION}")
     start = time.monotonic()
@@ -83,13 +92,13 @@ def speak(client: Any, report: Report) -> list[Path]:
     return paths
 
 
-def _audio_part(delta: Any, name: str) -> str:
+def _audio_part(delta: ChoiceDelta, name: str) -> str:
     """A part of `delta.audio`: a field of its own in newer SDKs, an extra in older ones."""
     audio = delta.model_dump().get("audio") or {}
     return audio.get(name) or ""
 
 
-def model_fact(client: Any, model: str, name: str, default: Any) -> Any:
+def model_fact(client: OpenAI, model: str, name: str, default: T) -> T:
     """A field of the model list beyond OpenAI's own."""
     return (client.models.retrieve(model).model_extra or {}).get(name) or default
 
@@ -103,13 +112,16 @@ def write_wav(path: Path, pcm: bytes) -> None:
         file.writeframes(pcm)
 
 
-def draw(client: Any, report: Report) -> Path:
+def draw(client: OpenAI, report: Report) -> Path:
     """Ask for the example image of the model; writes image.png."""
     prompt = model_fact(client, IMAGE_MODEL, "example", "an image")
     report(f"\ndrawing: {prompt}")
     start = time.monotonic()
     answer = client.images.generate(model=IMAGE_MODEL, prompt=prompt, response_format="b64_json", n=1)
+    image = answer.data[0].b64_json if answer.data else None
+    if not image:
+        raise SetupError("the answer has no image", hint="read the log named above")
     path = OUT / "image.png"
-    path.write_bytes(base64.b64decode(answer.data[0].b64_json))
+    path.write_bytes(base64.b64decode(image))
     report(f"  done after {time.monotonic() - start:.2f} s")
     return path

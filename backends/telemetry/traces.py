@@ -12,9 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triton_omni.backends.core.ids import TRACEPARENT
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 log = logging.getLogger("triton_omni.traces")
 
@@ -52,7 +55,7 @@ class Traces:
         self._trace = trace
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, name: str, parent: Any, at_s: float | None = None) -> Any:
+    def begin(self, name: str, parent: Span | str, at_s: float | None = None) -> Span:
         """Start a span now or at the monotonic time `at_s`. `parent`: a span or a traceparent ("" = no parent)."""
         if isinstance(parent, str):
             context = self._propagator.extract({TRACEPARENT: parent})
@@ -60,14 +63,16 @@ class Traces:
             context = self._trace.set_span_in_context(parent)
         return self._tracer.start_span(name, context, start_time=wall_ns(at_s))
 
-    def end(self, span: Any, attributes: Mapping[str, Any], error: str = "", at_s: float | None = None) -> None:
+    def end(
+        self, span: Span, attributes: Mapping[str, str | float], error: str = "", at_s: float | None = None
+    ) -> None:
         """End a span now or at the monotonic time `at_s`."""
         span.set_attributes(attributes)
         if error:
             span.set_status(self._trace.StatusCode.ERROR, error)
         span.end(wall_ns(at_s))
 
-    def traceparent(self, span: Any) -> str:
+    def traceparent(self, span: Span) -> str:
         """W3C traceparent of a span, for its children in other processes."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._trace.set_span_in_context(span))

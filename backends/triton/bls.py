@@ -14,8 +14,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import numpy as np
 import triton_python_backend_utils as pb
@@ -37,8 +37,8 @@ class BlsOpener:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._drained: deque[Any] = deque(maxlen=KEPT_ITERATORS)
-        self._abandoned: dict[int, Any] = {}
+        self._drained: deque[Iterator[pb.InferenceResponse]] = deque(maxlen=KEPT_ITERATORS)
+        self._abandoned: dict[int, Iterator[pb.InferenceResponse]] = {}
         self._began_s: float | None = None  # when the call under way began
         self._thread = threading.Thread(target=self._run, name="bls", daemon=True)
         self._thread.start()
@@ -64,12 +64,12 @@ class BlsOpener:
 
         self._jobs.put(job)
 
-    def close(self, handle: Any) -> None:
+    def close(self, handle: object) -> None:
         self._abandoned.pop(id(handle), None)
-        self._jobs.put(lambda: self._drain(handle))
+        self._jobs.put(lambda: self._drain(cast("Iterator[pb.InferenceResponse]", handle)))
 
-    def abandon(self, handle: Any) -> None:
-        self._abandoned[id(handle)] = handle
+    def abandon(self, handle: object) -> None:
+        self._abandoned[id(handle)] = cast("Iterator[pb.InferenceResponse]", handle)
 
     def stop(self) -> bool:
         """End the thread, then drain what was abandoned: a stage that lost only its worker has sent its FINAL since.
@@ -84,7 +84,7 @@ class BlsOpener:
             log.error("%d streams of dead stages never ended", len(self._abandoned))
         return not self._abandoned and not self._thread.is_alive()
 
-    def _exec(self, call: OpenCall) -> Any:
+    def _exec(self, call: OpenCall) -> Iterator[pb.InferenceResponse]:
         """Open one run; returns its iterator. The stage's stub answers on receipt."""
         inputs = [pb.Tensor(wire.OPEN, np.frombuffer(call.message, dtype=np.uint8))]
         inputs += [tensor_output(tensor) for tensor in call.inputs.values()]
@@ -97,7 +97,7 @@ class BlsOpener:
             raise error if type(error) is not Internal else Unavailable(error.message)
         return iterator
 
-    def _drain(self, iterator: Any) -> None:
+    def _drain(self, iterator: Iterator[pb.InferenceResponse]) -> None:
         """Take what is there of a stream whose FINAL has been sent: returns without waiting."""
         for _ in iterator:
             pass

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import triton_python_backend_utils as pb
 
@@ -30,7 +29,7 @@ class _Samples:
         kind = pb.MetricFamily.COUNTER if counter else pb.MetricFamily.GAUGE
         self._family = pb.MetricFamily(name=name, description=about, kind=kind)
         self._counter = counter
-        self._metrics: dict[tuple[str, ...], Any] = {}
+        self._metrics: dict[tuple[str, ...], pb.Metric] = {}
         self._seen: dict[tuple[str, ...], float] = {}
 
     def show(self, value: float, labels: Mapping[str, str]) -> None:

@@ -8,7 +8,8 @@ import logging
 import os
 import signal
 import threading
-from typing import Any
+
+import triton_python_backend_utils as pb
 
 from triton_omni.backends import wire
 from triton_omni.backends.config import paths
@@ -69,7 +70,7 @@ class TritonPythonModel:
         self._loop = threading.Thread(target=self._run, name="orchestrator", daemon=True)
         self._loop.start()
 
-    def execute(self, requests: list[Any]) -> None:
+    def execute(self, requests: list[pb.InferenceRequest]) -> None:
         for request in requests:
             responses = TritonResponseStream(request, self._senders, self._watch, self._metrics.publish)
             try:
@@ -105,7 +106,7 @@ class TritonPythonModel:
             except Exception:  # loop boundary: one request must not end the loop for others
                 log.exception("a turn of the loop failed")
 
-    def _arrival(self, request: Any, responses: TritonResponseStream) -> Arrival:
+    def _arrival(self, request: pb.InferenceRequest, responses: TritonResponseStream) -> Arrival:
         decoded = read_request(request, self._deploy.max_request_bytes)
         media = {name: t for name in MEDIA if (t := tensors.tensor_input(request, name)) is not None}
         most = self._deploy.max_media_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import triton_python_backend_utils as pb
 
@@ -21,7 +20,7 @@ log = logging.getLogger("triton_omni.triton")
 FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
-def read_request(request: Any, max_bytes: int, optional: bool = False) -> GenerateRequest:
+def read_request(request: pb.InferenceRequest, max_bytes: int, optional: bool = False) -> GenerateRequest:
     """The request's JSON, or its short form; raises BadRequest naming the input.
 
     `optional`: neither may be there (a stage called with tensors alone).
@@ -47,7 +46,7 @@ def read_request(request: Any, max_bytes: int, optional: bool = False) -> Genera
     return decoded
 
 
-def event_response(response: Response) -> Any:
+def event_response(response: Response) -> pb.InferenceResponse:
     """A Triton response with an event, its text and its tensors."""
     outputs = [tensors.text_output(wire.EVENT, wire.encode_event(response.event))]
     text = wire.text_of(response.event)
@@ -57,7 +56,7 @@ def event_response(response: Response) -> Any:
     return pb.InferenceResponse(outputs)
 
 
-def error_response(error: OmniError) -> Any:
+def error_response(error: OmniError) -> pb.InferenceResponse:
     """A Triton error response with our wire line and the nearest of Triton's codes."""
     codes = {
         "bad_request": pb.TritonError.INVALID_ARG,
@@ -72,7 +71,9 @@ def error_response(error: OmniError) -> Any:
 class TritonResponseStream:
     """core.responses.ResponseStream over one Triton request. One sender thread sends its responses in order."""
 
-    def __init__(self, request: Any, senders: Senders, watch: CancelWatch, publish: Callable[[], None]) -> None:
+    def __init__(
+        self, request: pb.InferenceRequest, senders: Senders, watch: CancelWatch, publish: Callable[[], None]
+    ) -> None:
         """`publish` brings the metrics up to date before the last response."""
         self._sender = request.get_response_sender()
         self._queue = senders.queue()

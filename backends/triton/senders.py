@@ -13,7 +13,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import triton_python_backend_utils as pb
 
 log = logging.getLogger("triton_omni.triton")
 
@@ -60,17 +63,17 @@ class CancelWatch:
     """
 
     def __init__(self) -> None:
-        self._watched: dict[Any, Callable[[], None]] = {}
+        self._watched: dict[pb.ResponseSender, Callable[[], None]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="cancel-watch", daemon=True).start()
 
-    def watch(self, sender: Any, gone: Callable[[], None]) -> None:
+    def watch(self, sender: pb.ResponseSender, gone: Callable[[], None]) -> None:
         """Call `gone` from the polling thread if the client of `sender` leaves."""
         with self._lock:
             self._watched[sender] = gone
 
-    def forget(self, sender: Any) -> None:
+    def forget(self, sender: pb.ResponseSender) -> None:
         """The call is about to end: once this returns, `sender` is never polled again."""
         with self._lock:
             self._watched.pop(sender, None)
@@ -92,7 +95,7 @@ class CancelWatch:
             if len(senders) > MANY_CALLS:
                 time.sleep(POLL_S)  # keeps the share of a core bounded when very many calls are open
 
-    def _poll(self, sender: Any) -> Callable[[], None] | None:
+    def _poll(self, sender: pb.ResponseSender) -> Callable[[], None] | None:
         """The callback to make if the sender's client is gone."""
         with self._lock:  # one poll at a time under the lock: `forget` waits 0.1 ms, not for the whole round
             if sender in self._watched and sender.is_cancelled():

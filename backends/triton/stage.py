@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import threading
-from typing import Any
 
 import triton_python_backend_utils as pb
 
@@ -78,7 +77,7 @@ class TritonPythonModel:
         self._thread.start()
         self._wait_ready()
 
-    def execute(self, requests: list[Any]) -> None:
+    def execute(self, requests: list[pb.InferenceRequest]) -> None:
         for request in requests:
             responses = TritonResponseStream(request, self._senders, self._watch, self._metrics.publish)
             try:
@@ -150,7 +149,7 @@ class TritonPythonModel:
         self._metrics.note(ping.numbers, ping.live, self._worker_process.restarts)
 
     # --- Triton's thread -------------------------------------------------------------------------------------------
-    def _call(self, request: Any, responses: TritonResponseStream) -> StageCall:
+    def _call(self, request: pb.InferenceRequest, responses: TritonResponseStream) -> StageCall:
         opened = tensors.bytes_input(request, wire.OPEN)
         sent = [tensors.tensor_input(request, spec.name) for spec in self._stage.inputs]
         given = tuple(tensor for tensor in sent if tensor is not None)
@@ -161,7 +160,7 @@ class TritonPythonModel:
         chunk = Chunk(message.run, msg.INPUTS_EDGE, tensors=given) if given else None
         return StageCall(responses, message, chunk)
 
-    def _direct(self, request: Any, has_tensors: bool) -> msg.OpenMessage:
+    def _direct(self, request: pb.InferenceRequest, has_tensors: bool) -> msg.OpenMessage:
         """A call from a Triton client: the stage works from the request, or from tensors as one last chunk."""
         if self._key and not tensors.has_key(request, self._key):
             raise BadRequest(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hmac
 import json
 import os
-from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb
@@ -32,7 +31,7 @@ def self_check() -> None:
         )
 
 
-def text_input(request: Any, name: str) -> str | None:
+def text_input(request: pb.InferenceRequest, name: str) -> str | None:
     """A BYTES [1] input as text; None if it was not sent."""
     array = _input(request, name)
     if array is None:
@@ -46,7 +45,7 @@ def text_input(request: Any, name: str) -> str | None:
         raise BadRequest(f"input '{name}' is not UTF-8", name) from None
 
 
-def bool_input(request: Any, name: str) -> bool | None:
+def bool_input(request: pb.InferenceRequest, name: str) -> bool | None:
     """A BOOL [1] input; None if it was not sent."""
     array = _input(request, name)
     if array is None:
@@ -56,30 +55,30 @@ def bool_input(request: Any, name: str) -> bool | None:
     return bool(array.reshape(-1)[0])
 
 
-def bytes_input(request: Any, name: str) -> bytes | None:
+def bytes_input(request: pb.InferenceRequest, name: str) -> bytes | None:
     """A UINT8 [n] input as bytes; None if it was not sent."""
     array = _input(request, name)
     return None if array is None else array.tobytes()
 
 
-def tensor_input(request: Any, name: str) -> Tensor | None:
+def tensor_input(request: pb.InferenceRequest, name: str) -> Tensor | None:
     """A numeric input as one of our tensors. Its bytes are its own: `as_numpy` copies them out of Triton's memory."""
     array = _input(request, name)
     return None if array is None else Tensor.of(name, np.ascontiguousarray(array))
 
 
-def parameters(request: Any) -> dict[str, Any]:
+def parameters(request: pb.InferenceRequest) -> dict[str, object]:
     """The request's parameters."""
     text = request.parameters()
     return json.loads(text) if text else {}
 
 
-def has_key(request: Any, key: str) -> bool:
+def has_key(request: pb.InferenceRequest, key: str) -> bool:
     """True if the request's parameters hold the operator's key."""
     return hmac.compare_digest(str(parameters(request).get(OPERATOR_KEY, "")).encode(), key.encode())
 
 
-def traceparent(request: Any) -> str:
+def traceparent(request: pb.InferenceRequest) -> str:
     """The W3C context to go on from: Triton's own span where it traces (`--trace-config mode=opentelemetry`), else
     the request's parameter.
     """
@@ -87,18 +86,18 @@ def traceparent(request: Any) -> str:
     return str((json.loads(context) if context else parameters(request)).get(TRACEPARENT, ""))
 
 
-def text_output(name: str, value: str | bytes) -> Any:
+def text_output(name: str, value: str | bytes) -> pb.Tensor:
     """A BYTES [1] output."""
     data = value.encode("utf-8") if isinstance(value, str) else value
     return pb.Tensor(name, np.array([data], dtype=np.object_))
 
 
-def tensor_output(tensor: Tensor) -> Any:
+def tensor_output(tensor: Tensor) -> pb.Tensor:
     """An output over one of our CPU tensors; its bytes are read when the response is sent."""
     array = np.frombuffer(tensor.data, dtype=tensor.spec.dtype).reshape(tensor.spec.shape)
     return pb.Tensor(tensor.name, array)
 
 
-def _input(request: Any, name: str) -> np.ndarray | None:
+def _input(request: pb.InferenceRequest, name: str) -> np.ndarray | None:
     tensor = pb.get_input_tensor_by_name(request, name)
     return None if tensor is None else tensor.as_numpy()

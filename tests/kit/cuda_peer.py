@@ -17,6 +17,8 @@ import select
 import socket
 import sys
 from collections.abc import Callable
+from types import ModuleType
+from typing import cast
 
 import numpy as np
 
@@ -37,7 +39,9 @@ class Peer:
         if mode == "refuse":
             self.cuda.fail["cudaIpcOpenMemHandle"] = CudaError.cudaErrorMapBufferObjectFailed
         sys.modules["torch"] = self.cuda.torch_module(STREAM)
-        self.end = ShmConnector(Link(socket.socket(fileno=fd)), DeviceSlab(nbytes=8 << 20, runtime=self.cuda))
+        self.end = ShmConnector(
+            Link(socket.socket(fileno=fd)), DeviceSlab(nbytes=8 << 20, runtime=cast(ModuleType, self.cuda))
+        )
         assert self.end.device is not None
         self.end.device.meet("the test", "gpu", "gpu")
 

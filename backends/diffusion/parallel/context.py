@@ -8,25 +8,30 @@ is gathered on all ranks. This is what diffusers' `enable_parallelism` does, exc
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.diffusion.options import ParallelOptions
-from triton_omni.backends.diffusion.upstream import ContextParallelConfig, ParallelConfig, apply_context_parallel
+from triton_omni.backends.diffusion.upstream import (
+    ContextParallelConfig,
+    ParallelConfig,
+    QwenImageTransformer2DModel,
+    apply_context_parallel,
+)
 
 RING_ATTENTION = "_native_flash"  # PyTorch's own; unlike its default it returns the log-sum-exp that ring needs
 
 
-def unsupported_reason(transformer: Any, parallel: ParallelOptions, device: torch.device) -> str:
+def unsupported_reason(
+    transformer: QwenImageTransformer2DModel, parallel: ParallelOptions, device: torch.device
+) -> str:
     """Why this transformer cannot be split over ranks; empty if it can."""
     if getattr(transformer, "_cp_plan", None) is None:
         return f"{type(transformer).__name__} has no context parallel plan"
     if parallel.kind == "ring" and device.type != "cuda":
         return "kind: ring: its attention kernel exists on GPUs only"
-    heads: int = transformer.config.num_attention_heads
+    heads: int = transformer.config["num_attention_heads"]
     if parallel.kind == "ulysses" and heads % parallel.context:
         return f"kind: ulysses: {heads} attention heads are not divisible by {parallel.context} ranks"
     return ""
@@ -40,7 +45,7 @@ def check_divisible(image_tokens: int, parallel: ParallelOptions, device: torch.
         )
 
 
-def enable(transformer: Any, parallel: ParallelOptions, device: torch.device) -> None:
+def enable(transformer: QwenImageTransformer2DModel, parallel: ParallelOptions, device: torch.device) -> None:
     """Split every forward over all ranks, which call it with equal inputs. Collective, after `ranks.join`."""
     ring = parallel.kind == "ring"
     context = ContextParallelConfig(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import socket
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -59,7 +58,7 @@ class ForwardRank:
             torch.cuda.set_device(device)
         be_quiet()
         transformer = AutoModel.from_pretrained(str(folder), subfolder="transformer", dtype=self._dtype)
-        self._transformer: Any = transformer.to(device).eval().requires_grad_(False)
+        self._transformer = transformer.to(device).eval().requires_grad_(False)
         self._forward = make_forward(self._transformer, options)
         self._parts: list[RemotePart] = []
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import msgspec
 import torch
@@ -38,6 +38,7 @@ from triton_omni.backends.core.errors import StageFailed
 from triton_omni.backends.diffusion.options import DiffusionOptions, ParallelOptions
 from triton_omni.backends.diffusion.parallel import context
 from triton_omni.backends.diffusion.parallel.partition import ForwardReply, ForwardRequest
+from triton_omni.backends.diffusion.upstream import QwenImageTransformer2DModel
 
 log = logging.getLogger("triton_omni.diffusion")
 
@@ -47,7 +48,9 @@ MAX_MESSAGE_BYTES = 1 << 18  # a PartShape takes about 50 bytes, an error at mos
 JOIN = b"join"
 
 
-def join(rank: int, transformer: Any, options: DiffusionOptions, device: torch.device, store_fd: int) -> None:
+def join(
+    rank: int, transformer: QwenImageTransformer2DModel, options: DiffusionOptions, device: torch.device, store_fd: int
+) -> None:
     """Join the process group through the FileStore `store_fd`. Collective: all ranks call this at the same time."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
@@ -91,7 +94,9 @@ def _leave(on_gpu: bool) -> None:
 class RankGroup:
     """The other ranks of one instance: started and joined by the constructor, ended by `close`."""
 
-    def __init__(self, folder: Path, options: DiffusionOptions, device: torch.device, transformer: Any) -> None:
+    def __init__(
+        self, folder: Path, options: DiffusionOptions, device: torch.device, transformer: QwenImageTransformer2DModel
+    ) -> None:
         """`transformer` is that of this rank. Raises OptionsError if a rank cannot load or join."""
         self.count = options.parallel.ranks
         reason = context.unsupported_reason(transformer, options.parallel, device)
@@ -118,13 +123,13 @@ class RankGroup:
         """Process ids of the other ranks, by rank."""
         return [process.pid for process in self._processes]
 
-    def request(self, rank: int, request: ForwardRequest, values: torch.Tensor) -> Any:
+    def request(self, rank: int, request: ForwardRequest, values: torch.Tensor) -> dist.Work:
         """Send a request and start to send its tensor; returns a handle for `finish_send`."""
         self._send(rank, msgspec.msgpack.encode(request))
         with self._reaching(rank):
-            return dist.isend(values, rank)
+            return cast(dist.Work, dist.isend(values, rank))  # None only outside the group
 
-    def finish_send(self, rank: int, work: Any) -> None:
+    def finish_send(self, rank: int, work: dist.Work) -> None:
         """Wait until a rank has received the tensor."""
         with self._reaching(rank):
             work.wait()

@@ -177,7 +177,7 @@ class Api:
     port: int
     key: str = ""
 
-    def call(self, method: str, path: str, body: Any = None, timeout_s: float = 5.0) -> tuple[int, Any]:
+    def call(self, method: str, path: str, body: object = None, timeout_s: float = 5.0) -> tuple[int, Any]:
         """Status and decoded answer (None if it is no JSON). Raises OSError if the server cannot be reached."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         headers = {"Content-Type": "application/json", **({KEY_HEADER: self.key} if self.key else {})}

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from triton_omni.backends.child_process import signal_on_parent_death
 from triton_omni.backends.config.paths import start_time
@@ -129,7 +128,7 @@ def start(command: list[str], environment: dict[str, str], output: int, folder: 
     return child
 
 
-def stop(child: subprocess.Popen[Any], patience_s: float) -> bool:
+def stop(child: subprocess.Popen[bytes] | subprocess.Popen[str], patience_s: float) -> bool:
     """End a child of ours: SIGTERM, wait, SIGKILL. True if it did not have to be killed."""
     if child.poll() is None:
         child.terminate()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +93,7 @@ def evaluation_set(count: int, seed: int = 99) -> list[tuple[str, Reading]]:
 class Reader:
     """Reads an image: colors by the palette, the digit by its three nearest real digits (8 x 8, 0..16)."""
 
-    def __init__(self, digits: npt.NDArray[Any], labels: npt.NDArray[Any]) -> None:
+    def __init__(self, digits: npt.NDArray[np.number], labels: npt.NDArray[np.number]) -> None:
         self._digits = np.asarray(digits, np.float32).reshape(len(digits), 64)
         self._labels = np.asarray(labels, np.int64)
 

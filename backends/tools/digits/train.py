@@ -23,7 +23,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from triton_omni.backends.diffusion.upstream import AutoencoderKLQwenImage, QwenImagePipeline
+from triton_omni.backends.diffusion.upstream import (
+    AutoencoderKLQwenImage,
+    ModelMixin,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
 from triton_omni.backends.diffusion.vae import reduce_to_one_frame
 from triton_omni.backends.tools.digits import data
 from triton_omni.backends.tools.digits.small_model import (
@@ -123,7 +128,7 @@ def train_vae(vae: AutoencoderKLQwenImage, digits: torch.Tensor) -> None:
             log.info("vae step %d l1 %.4f cpu %.0f s", step, F.l1_loss(y, x).item(), time.process_time())
 
 
-def finished_vae(work: Path, digits: torch.Tensor) -> Any:
+def finished_vae(work: Path, digits: torch.Tensor) -> AutoencoderKLQwenImage:
     """The trained VAE, with mean and standard deviation of its latents in its config."""
     path = work / "vae"
     if not path.exists():
@@ -138,7 +143,7 @@ def finished_vae(work: Path, digits: torch.Tensor) -> Any:
         mean, std = latents.mean((0, 2, 3)).tolist(), latents.std((0, 2, 3)).tolist()
         stock.register_to_config(latents_mean=[round(v, 4) for v in mean], latents_std=[round(v, 4) for v in std])
         stock.save_pretrained(path)
-    vae: Any = AutoencoderKLQwenImage.from_pretrained(path).eval()
+    vae = AutoencoderKLQwenImage.from_pretrained(path).eval()
     vae.register_to_config(_name_or_path="digits/vae")  # not the folder of the training run
     return vae
 
@@ -180,10 +185,10 @@ def make_pools(
     work: Path, digits: torch.Tensor, labels: torch.Tensor
 ) -> dict[tuple[int, int], tuple[torch.Tensor, list[data.Reading]]]:
     """Per size: normalized latents, and what they show."""
-    reduced: Any = AutoencoderKLQwenImage.from_pretrained(work / "vae").eval()
+    reduced = AutoencoderKLQwenImage.from_pretrained(work / "vae").eval()
     reduce_to_one_frame(reduced)
-    mean = torch.tensor(reduced.config.latents_mean)[None, :, None, None]
-    std = torch.tensor(reduced.config.latents_std)[None, :, None, None]
+    mean = torch.tensor(reduced.config["latents_mean"])[None, :, None, None]
+    std = torch.tensor(reduced.config["latents_std"])[None, :, None, None]
     pools: dict[tuple[int, int], tuple[torch.Tensor, list[data.Reading]]] = {}
     for i, size in enumerate(MIXTURE):
         latents, shown = make_pool(reduced, digits, labels, size, 8192 if i < 2 else 3072, seed=10 + i)
@@ -225,7 +230,7 @@ def pack(latents: torch.Tensor) -> torch.Tensor:
 class Trainer:
     """Flow matching (v = noise - image) with an average of the weights; its state survives an interruption."""
 
-    def __init__(self, transformer: Any, prompts: Prompts) -> None:
+    def __init__(self, transformer: QwenImageTransformer2DModel, prompts: Prompts) -> None:
         self.model, self.prompts = transformer, prompts
         self.pools: dict[tuple[int, int], tuple[torch.Tensor, list[data.Reading]]] = {}
         self.optimizer = torch.optim.AdamW(
@@ -294,7 +299,7 @@ class Trainer:
                 parameter.copy_(average)
 
 
-def quiet_start(transformer: Any) -> None:
+def quiet_start(transformer: ModelMixin) -> None:
     """Begin as almost the identity: small modulation, zero output."""
     with torch.no_grad():
         for block in transformer.transformer_blocks:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from starlette.responses import JSONResponse
 
@@ -48,7 +47,7 @@ class ApiError(Exception):
         self.closes = status == 408  # the rest of the body may come at any time
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, dict[str, str | None]]:
         """The JSON body; a stream that fails midway sends it as an event."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 

@@ -42,7 +42,7 @@ def load_json(data: bytes) -> Values:
     return cast(Values, value)
 
 
-def from_text(text: str, node: inspect.Type | None) -> Any:
+def from_text(text: str, node: inspect.Type | None) -> object:
     """The value that a text of a form stands for: JSON, a boolean in any spelling of its declared type, or the text."""
     if any(isinstance(member, inspect.BoolType) for member in members(node)):
         text = _BOOLEANS.get(text.lower(), text)
@@ -52,10 +52,10 @@ def from_text(text: str, node: inspect.Type | None) -> Any:
         return text
 
 
-def _loads(text: str) -> Any:
+def _loads(text: str) -> object:
     """The value. Refuses what Python reads and other JSON parsers do not: lone surrogates, NaN and infinity."""
     value = json.loads(text, parse_constant=_finite, parse_float=_finite)
-    level: list[Any] = [value] if isinstance(value, dict | list) else []
+    level: list[object] = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _children(outer)]
         if not level:
@@ -64,14 +64,14 @@ def _loads(text: str) -> Any:
         raise ValueError(f"arrays and objects are nested more than {MAX_DEPTH} deep")
     if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()
-    return cast(Any, value)
+    return cast(object, value)
 
 
-def _children(value: Any) -> Iterable[Any]:
+def _children(value: object) -> list[object]:
     """The arrays and objects directly inside one."""
     if isinstance(value, dict):
         value = cast(Values, value).values()
-    return [item for item in cast(Iterable[Any], value) if isinstance(item, dict | list)]
+    return [item for item in cast(Iterable[object], value) if isinstance(item, dict | list)]
 
 
 def _finite(text: str) -> float:
@@ -104,7 +104,7 @@ def parse_body(kind: type[Body], values: Values, ignored: list[str] | None = Non
         raise _Fault(error, kind, values).api_error() from None
 
 
-def _clean(value: Any, node: inspect.Type | None, path: str, ignored: list[str] | None) -> Any:
+def _clean(value: object, node: inspect.Type | None, path: str, ignored: list[str] | None) -> object:
     """The value without what counts as not sent; it follows the declared types, so its depth is theirs."""
     for member in members(node):
         if isinstance(member, inspect.StructType) and isinstance(value, dict):
@@ -112,11 +112,11 @@ def _clean(value: Any, node: inspect.Type | None, path: str, ignored: list[str] 
             if member.tag_field is None or fields.get(member.tag_field) == member.tag:
                 _clean_object(fields, member, path, ignored)
         elif isinstance(member, inspect.ListType) and isinstance(value, list):
-            items = cast(list[Any], value)
+            items = cast(list[object], value)
             items[:] = [_clean(item, member.item_type, f"{path}[{i}]", ignored) for i, item in enumerate(items)]
         elif isinstance(member, inspect.IntType) and isinstance(value, float) and value.is_integer():
             return int(value)
-    return cast(Any, value)
+    return cast(object, value)
 
 
 def _clean_object(value: Values, node: inspect.StructType, path: str, ignored: list[str] | None) -> None:
@@ -273,5 +273,5 @@ def _inner(node: inspect.Type, step: Step) -> inspect.Type | None:
     return node.value_type if isinstance(node, inspect.DictType) else None
 
 
-def _choices(node: inspect.Type | None, steps: list[Step]) -> list[Any]:
+def _choices(node: inspect.Type | None, steps: list[Step]) -> list[str | int | bool | None]:
     return [value for member in members(node) if isinstance(member, inspect.LiteralType) for value in member.values]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
 
 import msgspec
 from starlette.responses import StreamingResponse
@@ -18,7 +17,7 @@ PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-def data(value: Any, event: str = "") -> bytes:
+def data(value: object, event: str = "") -> bytes:
     """One event."""
     head = f"event: {event}\n".encode() if event else b""
     return head + b"data: " + msgspec.json.encode(value) + b"\n\n"

@@ -81,7 +81,7 @@ class Pcm:
         return b"" if self._resampler is None else self._bytes(self._resampler.resample(None))
 
     @staticmethod
-    def _bytes(frames: list[Any]) -> bytes:
+    def _bytes(frames: list[av.AudioFrame]) -> bytes:
         return b"".join(frame.to_ndarray().tobytes() for frame in frames)
 
 
