@@ -7,7 +7,6 @@ import logging
 import secrets
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -98,7 +97,7 @@ class DiffusionEngine:
         run.state = image_run
         self._image_runs.append(image_run)
 
-    def feed(self, run: Run, inputs: Any, last: bool) -> bool:
+    def feed(self, run: Run, inputs: object, last: bool) -> bool:
         raise Internal("a diffusion stage takes no chunks from other stages", self.stage)
 
     def stop(self, run: Run) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 from triton_omni.backends.control.hub import Peer
 from triton_omni.backends.control.messages import FailedMessage, FinishedMessage, RunStats, Transfer
@@ -63,7 +62,7 @@ class Waiting:
     source: Source
     peer: Peer
     chunk: Chunk
-    inputs: Any
+    inputs: object
     arrived_s: float
 
 

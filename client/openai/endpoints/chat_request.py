@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -156,7 +155,7 @@ def _tools(body: ChatBody) -> tuple[tuple[Json, ...], str]:
     choice = body.tool_choice
     if choice == "none":
         return (), "auto"
-    tools: tuple[Any, ...] = tuple(msgspec.to_builtins(tool) for tool in body.tools or ())
+    tools: tuple[Json, ...] = tuple(msgspec.to_builtins(tool) for tool in body.tools or ())
     if choice is None:
         return tools, "auto"
     if not tools:

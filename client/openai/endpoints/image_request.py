@@ -7,7 +7,6 @@ import base64
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -38,7 +37,7 @@ class EditSources:
     params: Mapping[str, str]
 
 
-def as_base64(pixels: np.ndarray, file_format: str = "png", options: Mapping[str, Any] | None = None) -> str:
+def as_base64(pixels: np.ndarray, file_format: str = "png", options: Mapping[str, object] | None = None) -> str:
     """An image, (height, width, 3) uint8, as a base64 file."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, file_format, **(options or {}))
