@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit.budgets import DEATH_SEEN_S
 from tests.kit.load_generator import Life, Plan, body, run_one
-from tests.kit.server_calls import health, is_back, wait_until_back, wait_until_idle
+from tests.kit.server_calls import generate, health, is_back, wait_until_back, wait_until_idle
 from tests.kit.triton_server import TOY_REPOSITORY, RunningServer, running_server, wait_for
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
@@ -45,6 +45,8 @@ def test_a_stub_killed_while_a_run_is_being_opened(server: RunningServer) -> Non
     os.rename(orchestrator.address, hidden)
     client.start()
     wait_for(lambda: "its orchestrator is gone" in server.log.read_text(errors="replace"), 30, "the stub has the run")
+    status, _ = generate(server, "toy_wave", text_input="no such call")
+    assert status == 400, "its execute has returned: else Triton answers for the dead stub, and nothing is stuck"
     os.rename(hidden, orchestrator.address)
     os.kill(stub.pid, signal.SIGKILL)
     wait_for(lambda: server.instance("toy").state == "stuck", 30, "the opening is seen not to return")
@@ -77,4 +79,5 @@ def test_a_stub_that_goes_on_is_well_again(server: RunningServer) -> None:
     os.kill(stub.pid, signal.SIGCONT)
     wait_until_back(server, 10)
     assert server.instance("toy_wave").pid == stub.pid
-    assert run_one(server.grpc, Plan(body(3))).ends == ["length"]
+    # Triton asks stubs for their health at intervals of its own, and refuses calls until it has asked again
+    wait_for(lambda: run_one(server.grpc, Plan(body(3))).ends == ["length"], 10, "an answer of the same stub")
