@@ -135,7 +135,7 @@ def test_a_new_run_speaks_before_the_long_ones_go_on(talker: TalkerEngine) -> No
 def test_no_step_speaks_for_long(talker: TalkerEngine, text: str, speed: float) -> None:
     """Others wait for the step; what a text costs is not its length but what its digits and signs are read as."""
     chunks = drive.codes(drive.run_with(talker, speech_run(text, speed)))
-    assert max(map(len, chunks)) <= 1.75 * MAX_PIECE_S * FRAMES_PER_S
+    assert max(map(len, chunks)) <= 1.25 * MAX_PIECE_S * FRAMES_PER_S
 
 
 @pytest.mark.parametrize(
