@@ -84,7 +84,7 @@ def measure(pipeline: str, concurrencies: Sequence[int], rounds: int) -> list[st
     alone = baseline(pipeline, loads)
     lines = [f"## {pipeline}", "", HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
     with bare_server([repository(pipeline)]) as server:
-        load_server(server, pipeline, 1, 2)  # links, lanes and lazy set-up
+        load_server(server, pipeline, 1, 2)  # links, queues and lazy set-up
         for (concurrency, count), one_process in zip(loads, alone, strict=True):
             found, cpu_s = load_server(server, pipeline, concurrency, count)
             lines.append(row("server", concurrency, found, cpu_s, pipeline))

@@ -143,7 +143,7 @@ def main() -> int:
 
 
 def table(subject: Subject, loads: list[int], args: argparse.Namespace) -> None:
-    measure(subject, 1, 2, args.tokens)  # links, lanes and lazy set-up
+    measure(subject, 1, 2, args.tokens)  # links, queues and lazy set-up
     print(HEAD, "|" + "---|" * (HEAD.count("|") - 1), sep="\n")
     for streams in loads:
         print(measure(subject, streams, args.rounds * streams, args.tokens), flush=True)

@@ -60,7 +60,7 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     engine: dict[str, dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
-        for name in ("queue_s", "first_output_s", "stall_s", "total_s"):
+        for name in ("queue_s", "first_output_s", "stall_s", "total_s", "optional_s"):
             _check_finite(name, getattr(self, name))
 
 

@@ -6,12 +6,12 @@ Rule 2: this file does not know how anything is done.
 
 The life of one stage's run, and who moves it on:
 
-    IDLE ──Open──► OPENING ──Accepted──► RUNNING ──Finished / Failed──► CLOSED
-                      └────────Failed, OpenFailed─────────────────────────┘
+    IDLE ──OpenRun──► OPENING ──RunAccepted──► RUNNING ──RunFinished / RunFailed──► CLOSED
+                         └────────────RunFailed, OpenFailed────────────────────────────┘
 
-Stages are opened one after the other, consumers first, because a producer's Open carries the addresses of the
-consumer instances that accepted. A request ends exactly once; after its end only Stop, Release, Close and Done
-follow. It is Done, and may be forgotten, when every run it opened is closed.
+Stages are opened one after the other, consumers first, because a producer's `OpenMessage` has the addresses of
+the consumer instances that accepted. A request ends exactly once (`EndRequest`); after it only `StopRun`,
+`ReleaseOutput`, `CloseRun` and `ForgetRequest` follow. `ForgetRequest` comes when every run that was opened is closed.
 
 Beside outputs that the request needs there may be optional ones. A stage that leads to optional outputs alone may fail
 or be late: these outputs end with a reason (`missing`), the runs that only they need are stopped, the rest goes on.
@@ -26,7 +26,7 @@ from triton_omni.backends.core.errors import Cancelled, OmniError, StageFailed
 from triton_omni.backends.core.pipeline import Pipeline
 
 STOPPED = "stopped"
-"""Reason of a run that ended because of a Stop."""
+"""Reason of a run that ended because of a `StopMessage`."""
 
 
 class RunState(Enum):

@@ -166,7 +166,7 @@ class Worker:
 
     def _on_chunk(self, peer: Peer, chunk: Chunk) -> None:
         if chunk.edge == INPUTS_EDGE:
-            # copied: a run may last minutes, and its pictures must not take the link's room from the next run's
+            # copied: a run may last minutes, and its media must not take the link's space from the next run's
             self._early_inputs[chunk.run] = tuple(Tensor(t.spec, bytes(t.data)) for t in chunk.tensors)
             peer.release(chunk)
             return

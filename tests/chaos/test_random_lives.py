@@ -41,7 +41,7 @@ def small_toy(folder: Path, supervised: bool = False) -> Iterator[RunningServer]
 
 
 def warm(server: RunningServer) -> dict[str, int]:
-    """Make links, lanes and slabs that stay from then on; returns what the server holds with them."""
+    """Make links, queues and slabs that stay from then on; returns what the server holds with them."""
     wait_until_back(server, BACK_S)
     for count, nbytes in ((1, 9 << 20), (STREAMS, 1 << 20)):
         large = {stage: {"frame_bytes": nbytes} for stage in ("tokens", "frames")}

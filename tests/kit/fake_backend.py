@@ -142,7 +142,7 @@ class FakeBackend:
 
     def _pieces(self, request: GenerateRequest) -> Iterator[Piece]:
         if request.operation in ("image", "edit") or "image" in request.modalities:
-            yield from self._pictures(request)
+            yield from self._images(request)
             return
         if request.operation == "transcription":
             yield from self._segments(request.transcription.word_timestamps)
@@ -172,7 +172,7 @@ class FakeBackend:
             yield Piece(Event("transcript", output="transcript", index=i, piece=segment), text)
         yield Piece(Event("end", outcome="completed", usage={"audio_input_s": 2.75}))
 
-    def _pictures(self, request: GenerateRequest) -> Iterator[Piece]:
+    def _images(self, request: GenerateRequest) -> Iterator[Piece]:
         params = with_stage_options(request.image, request.stages.get("denoiser", {}), "denoiser")
         usage = {"prompt_tokens": 4.0, "completion_tokens": 8.0, **self.usage}
         shape = (params.height or 8, params.width or 16, 3)

@@ -400,7 +400,7 @@ def test_an_urgent_run_overtakes_those_that_wait(engine):
 def test_transcripts_take_the_place_of_audio_parts_in_order(engine):
     parts = (Part("audio"), Part("text", "and then"), Part("audio"))
     transcribed = chat(
-        "", messages=(Message("system", "Be brief."), Message("user", parts)), upstream=("ears",), max_tokens=9
+        "", messages=(Message("system", "Be brief."), Message("user", parts)), upstream=("transcriber",), max_tokens=9
     )
     engine.open(transcribed)
     assert not engine.has_work
@@ -414,7 +414,7 @@ def test_transcripts_take_the_place_of_audio_parts_in_order(engine):
 
 
 def test_a_missing_transcript_is_an_error_not_a_silence(engine):
-    run = chat("", messages=(Message("user", (Part("audio"), Part("audio"))),), upstream=("ears",))
+    run = chat("", messages=(Message("user", (Part("audio"), Part("audio"))),), upstream=("transcriber",))
     engine.open(run)
     engine.feed(run, TranscriptPiece("one"), False)
     with pytest.raises(OmniError, match="transcript"):
@@ -424,7 +424,7 @@ def test_a_missing_transcript_is_an_error_not_a_silence(engine):
 
 
 def test_a_long_transcript_is_refused_like_a_long_message(engine):
-    run = chat("", messages=(Message("user", (Part("audio"),)),), upstream=("ears",))
+    run = chat("", messages=(Message("user", (Part("audio"),)),), upstream=("transcriber",))
     engine.open(run)
     with pytest.raises(BadRequest) as caught:
         engine.feed(run, TranscriptPiece("fox " * 3000), True)

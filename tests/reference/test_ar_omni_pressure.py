@@ -42,7 +42,7 @@ def test_chunked_prefill_and_preemption_change_nothing(tmp_path):
         chain.close()
 
 
-def test_preempted_pictures_sounds_and_films_change_nothing(tmp_path):
+def test_preempted_images_audio_and_videos_change_nothing(tmp_path):
     """The cache holds all prompts, but not all answers: prompts with media are computed twice, in pieces."""
     folder, tokens = tiny_omni(tmp_path), 60
     model = Reference(folder)

@@ -51,7 +51,7 @@ def is_as_before(before: dict[str, int], now: dict[str, int]) -> bool:
 
 def test_200_random_cancels_leave_nothing_behind(own_toy: RunningServer) -> None:
     toy = own_toy
-    run_many(toy.grpc, [Plan(body(20)) for _ in range(32)], 16)  # warm: links, lanes and slabs exist
+    run_many(toy.grpc, [Plan(body(20)) for _ in range(32)], 16)  # warm: links, queues and slabs exist
     wait_until_idle(toy)
     before = holdings(toy)
     rng = random.Random(7)

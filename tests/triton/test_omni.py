@@ -35,12 +35,12 @@ pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
 SAME = 1e-5
 HALF = "\ufffd"  # what an answer that was cut inside a character ends with, or not
 PCM16 = 1 / 32767  # what a 16-bit sample may be away from the float
-IN_FILMS = [name for name, case in CASES.items() if any(word.startswith("videoaudio") for word in case)]
+IN_VIDEOS = [name for name, case in CASES.items() if any(word.startswith("videoaudio") for word in case)]
 """Cases with the audio of a video, which OpenAI's words have no place for."""
 Key = int | str
 """A chat's place in CHATS or a case's name in CASES."""
 EVERYTHING: list[Key] = [*range(len(CHATS)), *CASES]
-SAYABLE = [key for key in EVERYTHING if key not in IN_FILMS]
+SAYABLE = [key for key in EVERYTHING if key not in IN_VIDEOS]
 TIGHT = {"max_num_batched_tokens": 48, "block_size": 32, "vllm": {"num_gpu_blocks_override": 18}}
 """At most 48 tokens a step, and a KV cache that cannot hold all runs."""
 

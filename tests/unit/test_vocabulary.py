@@ -48,8 +48,9 @@ def class_definitions() -> dict[str, list[str]]:
 
 
 def retired_words(text: str) -> set[str]:
-    """Retired words in a text; identifiers are split at underscores and capitals."""
+    """Retired words in a text, also as plurals; identifiers are split at underscores and capitals."""
     tokens = {token.lower() for token in _TOKEN.findall(text)}
+    tokens |= {token.removesuffix("s") for token in tokens}
     lowered = " ".join(text.lower().split())
     return (RETIRED_WORDS & tokens) | set(RETIRED_PHRASES.findall(lowered))
 
@@ -72,4 +73,5 @@ def test_retired_words_stay_out_of_code_tests_and_docs():
 
 def test_identifiers_are_split_into_words():
     assert retired_words("def read_wish(picture_url): return SoundFile") == {"wish", "picture", "sound"}
+    assert retired_words("`films`, many_pictures; this, has, lanes") == {"film", "picture", "lane"}
     assert retired_words("import soundfile; unheard; a worker in workers; wait for\n ever") == {"for ever"}

@@ -79,7 +79,7 @@ def test_a_conversation_shows_its_files_once(backend: FakeBackend, monkeypatch: 
     assert backend.seen[1].media["image"].size == 72
 
 
-def test_pictures(capsys: pytest.CaptureFixture[str], backend: FakeBackend) -> None:
+def test_images(capsys: pytest.CaptureFixture[str], backend: FakeBackend) -> None:
     assert cli.main(["draw", "a fox", "--size", "32x16", "--steps", "3", "--seed", "1", "--out", "fox.png"]) == 0
     assert np.asarray(Image.open("fox.png")).shape == (16, 32, 3)
     assert cli.main(["edit", "cat.png", "a fox", "--mask", "mask.png", "--out", "fox.jpg", "--model", "painter"]) == 0

@@ -36,7 +36,7 @@ def asking(kind: str, url: str) -> Any:
     return [{"role": "user", "content": [{"type": "text", "text": "?"}, {"type": kind, kind: {"url": url}}]}]
 
 
-def test_images_and_sounds_behind_urls_reach_the_server(backend: FakeBackend) -> None:
+def test_images_and_audio_behind_urls_reach_the_server(backend: FakeBackend) -> None:
     pages = {
         "/moved": (302, {"location": "/cat.txt"}, b""),
         "/cat.txt": (200, {"content-type": "text/plain"}, image()),

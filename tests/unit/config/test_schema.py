@@ -52,6 +52,7 @@ def test_several_gpus_of_one_instance_survive_the_parameters():
         ({"queue_s": "-1"}, OrchestratorDeploy, "queue_s"),
         ({"queue_s": "nan"}, OrchestratorDeploy, "float. >= 0.0 - at .*queue_s"),
         ({"total_s": "inf"}, OrchestratorDeploy, "total_s must be a finite"),
+        ({"optional_s": "inf"}, OrchestratorDeploy, "optional_s must be a finite"),
         ({"hang_s": "inf"}, StageDeploy, "hang_s must be a finite"),
         ({"start_timeout_s": "inf"}, StageDeploy, "start_timeout_s must be a finite"),
         ({"start_timeout_s": "-1"}, StageDeploy, "start_timeout_s"),
