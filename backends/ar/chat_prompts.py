@@ -12,11 +12,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from transformers.utils.hub import cached_file
 
 from triton_omni.backends.core.engine import OptionsError
+
+if TYPE_CHECKING:
+    from transformers import AddedToken
 
 PRIVATE_CHARS = range(0xF0000, 0xFFFFE)
 """Unicode's supplementary private use area A: characters without a meaning."""
@@ -49,10 +52,29 @@ def _file(model: str, name: str) -> Path | None:
     return None if path is None else Path(path)
 
 
+class ChatTokenizer(Protocol):
+    """What is used of transformers' tokenizers."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, object]],
+        *,
+        tools: object,
+        chat_template: str,
+        tokenize: bool,
+        add_generation_prompt: bool,
+    ) -> str: ...
+
+
 class ChatEncoder:
     """Renders and encodes chats with one tokenizer and one template."""
 
-    def __init__(self, tokenizer: Any, template: str) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, template: str) -> None:
         self._tokenizer = tokenizer
         self._template = template
         added = tokenizer.added_tokens_decoder.values()
@@ -60,7 +82,7 @@ class ChatEncoder:
         self._special = _either(token.content for token in added if token.special)
 
     def encode(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] | None = None
     ) -> list[int]:
         """Token ids of a chat, ending in the header of the answer.
 
@@ -68,13 +90,13 @@ class ChatEncoder:
         wrote.
         """
         escaper = _Escaper(json.dumps([messages, tools], ensure_ascii=False))
-        safe: list[Any] = []
+        safe: list[dict[str, object]] = []
         for message in messages:
             control = self._special if message["role"] == "assistant" else self._all
             safe.append(
                 {key: value if key == "role" else escaper.escape(value, control) for key, value in message.items()}
             )
-        text: str = self._tokenizer.apply_chat_template(
+        text = self._tokenizer.apply_chat_template(
             safe,
             tools=escaper.escape(tools, self._all),
             chat_template=self._template,
@@ -107,7 +129,7 @@ class _Escaper:
         self._char_of: dict[str, str] = {}
         self.escaped: dict[str, str] = {}
 
-    def escape(self, value: Any, control: re.Pattern[str]) -> Any:
+    def escape(self, value: object, control: re.Pattern[str]) -> object:
         """`value` with the control strings in all its texts replaced, also in keys."""
         if isinstance(value, str):
             return control.sub(lambda match: self._char(match[0]), value)

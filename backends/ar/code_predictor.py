@@ -13,13 +13,16 @@ as its logits are the same. In float32 they are, to rounding; in bfloat16 the ba
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from triton_omni.backends.ar.rows import Draws
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 GOLDEN = -0x61C8864680B583EB
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -38,7 +41,7 @@ class ResidualSampling(NamedTuple):
 class DecoderLayer(nn.Module):
     """One layer's weights, by transformers' names; query, key and value are fused, and gate and up."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         size: int = config.head_dim
@@ -66,7 +69,7 @@ class DecoderLayer(nn.Module):
 class CodePredictor(nn.Module):
     """Residual codes of up to `max_runs` frames at once. Parameters load from transformers' names."""
 
-    def __init__(self, config: Any, input_size: int, max_runs: int, sampling: ResidualSampling) -> None:
+    def __init__(self, config: PreTrainedConfig, input_size: int, max_runs: int, sampling: ResidualSampling) -> None:
         """`config` is transformers' code predictor config; `input_size` the width of the talker's hidden rows."""
         super().__init__()
         assert input_size == config.hidden_size, "a predictor of another width needs a projection"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from vllm import SamplingParams
@@ -32,6 +32,11 @@ from triton_omni.backends.core.generate import Sampling
 from triton_omni.backends.core.outputs import Candidate, FunctionCall, TextPiece, TokenLogprob, TranscriptPiece
 from triton_omni.backends.core.pipeline import EngineContext
 
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from triton_omni.backends.ar.chat_prompts import ChatTokenizer
+
 log = logging.getLogger("triton_omni.ar")
 
 
@@ -46,8 +51,8 @@ class LlmPrompt:
     """
 
     token_ids: list[int]
-    media: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    processor: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    media: Mapping[str, object] = field(default_factory=dict[str, object])
+    processor: Mapping[str, object] = field(default_factory=dict[str, object])
     audio_tokens: int = 0
 
 
@@ -96,7 +101,7 @@ class ArRunState:
     waiting_for    upstream edges that have not ended
     scanner        takes function calls out of the text, if the request has tools
     transcripts    by number of the audio part
-    scheduled      vLLM's record of the run, once it has started
+    scheduled      vLLM's record of the run, set when it starts
     held_ids       tokens whose text is not out yet: part of a character, or of a possible stop string
     """
 
@@ -107,7 +112,7 @@ class ArRunState:
     scanner: CallScanner | None = None
     feed: RunFeed | None = None
     transcripts: dict[int, str] = field(default_factory=dict[int, str])
-    scheduled: Any = None
+    scheduled: Request = field(init=False, repr=False)
     prompt_tokens: int = 0
     prompt_audio_tokens: int = 0
     completion_tokens: int = 0
@@ -139,9 +144,9 @@ class ArEngine:
     def __init__(
         self,
         context: EngineContext,
-        prompts: Callable[[Any], PromptBuilder],
+        prompts: Callable[[ChatTokenizer], PromptBuilder],
         feed: Callable[[ArRunState], RunFeed] = TextFeed,
-        engine_args: Mapping[str, Any] | None = None,
+        engine_args: Mapping[str, object] | None = None,
     ) -> None:
         """`prompts` makes the prompt builder from the checkpoint's tokenizer; `engine_args` are vLLM EngineArgs that
         the pipeline requires."""
@@ -153,7 +158,7 @@ class ArEngine:
         self._defaults = ParamDefaults.of(self.llm.engine, self.options)
         self._feed = feed
         self._wake = context.wake
-        self._prompts = prompts(self.llm.engine.renderer.get_tokenizer())
+        self._prompts = prompts(cast("ChatTokenizer", self.llm.engine.renderer.get_tokenizer()))
         self.llm.warm_up()
 
     def on_tapped(self, tapped: Sequence[TappedRows]) -> None:

@@ -35,7 +35,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 RUN_DIR = "TRITON_OMNI_RUN_DIR"  # triton_omni.backends.config's name for it, which this package may not import
 GPU_THREADS = 8
@@ -43,7 +42,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Has a C compiler, which Triton-the-language needs, and neither nvcc nor ninja."""
 
 
-def worker_environment(options: Mapping[str, Any], device: str, prefix: Path) -> dict[str, str]:
+def worker_environment(options: Mapping[str, object], device: str, prefix: Path) -> dict[str, str]:
     """Variables for a worker whose interpreter lives under `prefix` (…/bin/python → …)."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,10 @@ from triton_omni.backends.core.errors import StageFailed
 from triton_omni.backends.core.generate import Sampling
 from triton_omni.backends.core.pipeline import EngineContext
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+    from vllm.v1.request import Request
+
 RESIDUAL_STREAM = 0x5EED_0F_C0DE5
 """Separates the random numbers of residual codes from those of first codes, which vLLM draws with the same seed."""
 
@@ -46,7 +50,7 @@ class ConditioningUpdate:
     positions      M-RoPE positions of the prompt (3, rows) and the offset of later ones; None: 0, 1, 2, …
     """
 
-    prompt: Any = None
+    prompt: object = None
     prompt_length: int = 0
     text_tokens: Sequence[int] = ()
     positions: tuple[torch.Tensor, int] | None = None
@@ -70,7 +74,7 @@ class FrameModel(Protocol):
 
     pad_token: int
     end_token: int
-    sampling: Mapping[str, Any]
+    sampling: Mapping[str, object]
 
     def conditioning(self, run: Run) -> Conditioning:
         """Conditioning of a new run; raises BadRequest for what can be refused at once."""
@@ -80,14 +84,14 @@ class FrameModel(Protocol):
 @dataclass(eq=False, slots=True)
 class FrameRunState:
     """State of one run, kept on `run.state`. `rows` is None until the prompt is complete; `scheduled` is vLLM's record
-    of the run, once it has started."""
+    of the run, set when it starts."""
 
     run: Run
     key: str
     sampling: Sampling
     conditioning: Conditioning
     rows: GatedRun | None = None
-    scheduled: Any = None
+    scheduled: Request = field(init=False, repr=False)
     frames: int = 0
 
 
@@ -97,9 +101,9 @@ class FrameEngine:
     def __init__(
         self,
         context: EngineContext,
-        make: Callable[[Any], FrameModel],
+        make: Callable[[PreTrainedConfig], FrameModel],
         network: tuple[str, type],
-        engine_args: Mapping[str, Any],
+        engine_args: Mapping[str, object],
     ) -> None:
         """`make` gets the checkpoint's config; `network` (a rows.Network) is the architecture's name and the class;
         `engine_args` are vLLM EngineArgs that the pipeline requires."""
@@ -127,7 +131,7 @@ class FrameEngine:
         self._params(sampling, self.llm.max_model_len, "")  # refuses bad sampling before upstream stages run
         run.state = FrameRunState(run, run.id.hex(), sampling, self.model.conditioning(run))
 
-    def feed(self, run: Run, inputs: Any, last: bool) -> bool:
+    def feed(self, run: Run, inputs: object, last: bool) -> bool:
         state: FrameRunState = run.state
         update = state.conditioning.update(inputs, last)
         if update.prompt is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from triton_omni.backends.ar.rows import BeginRows, EndRows, FrameBatch, TextTokens
+from triton_omni.backends.ar.rows import BeginRows, EndRows, FrameBatch, RowEvent, TextTokens
 
 
 @dataclass(eq=False, slots=True)
@@ -44,7 +44,7 @@ class RowGate:
 
     def __init__(self) -> None:
         self.runs: dict[str, GatedRun] = {}
-        self._pending: list[BeginRows | TextTokens | EndRows] = []
+        self._pending: list[RowEvent] = []
 
     def begin(self, event: BeginRows, prompt_length: int) -> GatedRun:
         """Add a run of `prompt_length` prompt rows."""
@@ -70,7 +70,7 @@ class RowGate:
     def ready(self, key: str, position: int) -> bool:
         return self.runs[key].ready(position)
 
-    def control_events(self) -> Sequence[BeginRows | TextTokens | EndRows]:
+    def control_events(self) -> Sequence[RowEvent]:
         events, self._pending = self._pending, []
         return events
 

@@ -8,11 +8,14 @@ each engine compares at load.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 log = logging.getLogger("triton_omni.ar")
 
@@ -21,7 +24,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 a graph that reads other inputs is off by about 1."""
 
 
-def fall_back_if_graphs_differ(runner: Any) -> None:
+def fall_back_if_graphs_differ(runner: GPUModelRunner) -> None:
     """Compare the largest and the smallest captured batch of each kind; where one differs, run eager from now on."""
     for mode, batches in runner.cudagraph_dispatcher.get_capture_descs():
         for batch in (batches[0], batches[-1]):
@@ -35,7 +38,7 @@ def fall_back_if_graphs_differ(runner: Any) -> None:
                 return
 
 
-def _difference(runner: Any, mode: CUDAGraphMode, batch: BatchDescriptor) -> str | None:
+def _difference(runner: GPUModelRunner, mode: CUDAGraphMode, batch: BatchDescriptor) -> str | None:
     """What is wrong with a captured step; None if it equals the eager one."""
     captured, eager = (_hidden(runner, each, batch) for each in (mode, CUDAGraphMode.NONE))
     if not torch.isfinite(captured).all() and torch.isfinite(eager).all():
@@ -45,7 +48,7 @@ def _difference(runner: Any, mode: CUDAGraphMode, batch: BatchDescriptor) -> str
 
 
 @torch.inference_mode()
-def _hidden(runner: Any, mode: CUDAGraphMode, batch: BatchDescriptor) -> torch.Tensor:
+def _hidden(runner: GPUModelRunner, mode: CUDAGraphMode, batch: BatchDescriptor) -> torch.Tensor:
     """Final hidden rows (tokens, hidden) of one step on the same random inputs each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
@@ -19,6 +19,9 @@ from triton_omni.backends.core.engine import EngineEvent, EngineFailed, EngineFi
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.pipeline import EngineContext
 
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
 NATURAL_ENDS = ("stop", "length", "tool_calls")
 
 
@@ -29,7 +32,7 @@ class Llm:
     max_model_len  tokens of prompt and answer together
     """
 
-    def __init__(self, options: ArOptions, context: EngineContext, engine_args: Mapping[str, Any] | None) -> None:
+    def __init__(self, options: ArOptions, context: EngineContext, engine_args: Mapping[str, object] | None) -> None:
         self.stage = context.stage
         self.engine = load_llm(options, context, engine_args)
         self.max_model_len: int = self.engine.model_config.max_model_len
@@ -46,7 +49,9 @@ class Llm:
             )
         return room
 
-    def add(self, run: Run, key: str, prompt: TokensPrompt, params: SamplingParams, field: Callable[[], str]) -> Any:
+    def add(
+        self, run: Run, key: str, prompt: TokensPrompt, params: SamplingParams, field: Callable[[], str]
+    ) -> Request:
         """Hand a run to the scheduler and return the scheduler's record of it (`num_preemptions`, `mm_features`).
 
         Raises BadRequest, and then nothing is kept. `field` names the request's field that an unnamed refusal is about.

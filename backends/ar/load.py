@@ -28,7 +28,7 @@ FIXED_KV_UTILIZATION = 0.01
 free; its own default fails wherever another process holds memory."""
 
 
-def load_llm(options: ArOptions, context: EngineContext, needed: Mapping[str, Any] | None = None) -> LLMEngine:
+def load_llm(options: ArOptions, context: EngineContext, needed: Mapping[str, object] | None = None) -> LLMEngine:
     """Load weights and allocate the KV cache; whatever stops it is raised in vLLM's words or ours.
 
     `needed` are EngineArgs that the pipeline cannot do without; they beat the deploy file.
@@ -52,7 +52,7 @@ def load_llm(options: ArOptions, context: EngineContext, needed: Mapping[str, An
     return llm
 
 
-def engine_arguments(options: ArOptions, context: EngineContext) -> dict[str, Any]:
+def engine_arguments(options: ArOptions, context: EngineContext) -> dict[str, object]:
     """EngineArgs by name; what is None is left to vLLM."""
     values = {
         key: value for key, value in msgspec.structs.asdict(options).items() if key not in OURS and value is not None

@@ -64,7 +64,7 @@ class ArOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trust_remote_code: bool = False
     load_format: str = "auto"
     revision: str | None = None
-    hf_overrides: dict[str, Any] = {}
+    hf_overrides: dict[str, object] = {}
     limit_mm_per_prompt: dict[str, int] = {}
     sampling: SamplingDefaults = SamplingDefaults()
     vllm: dict[str, Any] = {}
@@ -76,7 +76,7 @@ class ArOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"scheduling_policy must be 'priority' or 'fcfs', not '{self.scheduling_policy}'")
 
 
-def read_options(options: Mapping[str, Any], stage: str) -> ArOptions:
+def read_options(options: Mapping[str, object], stage: str) -> ArOptions:
     """Typed options; raises OptionsError naming the stage, the key and the nearest known key."""
     return read_engine_options(options, ArOptions, stage)
 

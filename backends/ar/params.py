@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError, VLLMValidationError
@@ -27,7 +26,7 @@ class ParamDefaults:
     """Sampling defaults of the deploy file and of the model, and the size of the vocabulary; read once per engine."""
 
     deploy: SamplingDefaults
-    model: Mapping[str, Any]
+    model: Mapping[str, object]
     vocab: int
 
     @classmethod
@@ -64,7 +63,7 @@ def vllm_params(
         raise refusal_of(error) from None
 
 
-def _structure(schema: dict[str, Any] | None, grammar: str | None) -> StructuredOutputsParams | None:
+def _structure(schema: dict[str, object] | None, grammar: str | None) -> StructuredOutputsParams | None:
     if grammar is not None:
         return StructuredOutputsParams(structural_tag=grammar)
     return None if schema is None else StructuredOutputsParams(json=schema)

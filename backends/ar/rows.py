@@ -69,7 +69,7 @@ class BeginRows:
     """Control event: a new run and its prompt, as the network reads it. `seed` None: its residual codes are greedy."""
 
     key: str
-    prompt: Any
+    prompt: object
     positions: tuple[torch.Tensor, int] | None = None
     seed: int | None = None
 
@@ -87,6 +87,9 @@ class EndRows:
     """Control event: the run has ended."""
 
     key: str
+
+
+RowEvent = BeginRows | TextTokens | EndRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,7 @@ class RowStore:
         self.runs: dict[str, RowRun] = {}
         self._failures: dict[str, str] = {}
 
-    def apply(self, events: Sequence[BeginRows | TextTokens | EndRows]) -> None:
+    def apply(self, events: Sequence[RowEvent]) -> None:
         for event in events:
             try:
                 self._apply(event)
@@ -143,7 +146,7 @@ class RowStore:
                     log.exception("rows of run %s", event.key)
                     self._failures[event.key] = describe(error)
 
-    def _apply(self, event: BeginRows | TextTokens | EndRows) -> None:
+    def _apply(self, event: RowEvent) -> None:
         match event:
             case BeginRows(key, prompt, positions, seed):
                 rows = self._network.prompt_rows(prompt)

@@ -23,7 +23,7 @@ MAX_STOP_CHARS = 256  # text of the longest stop string's length is held back fr
 SEEDS = range(-(2**63), 2**63)  # what a torch generator takes
 
 
-def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
+def merge(*layers: Mapping[str, object]) -> dict[str, Any]:
     """The first value that is not None for every key, strongest layer first."""
     merged: dict[str, Any] = {}
     for layer in reversed(layers):
@@ -31,7 +31,7 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def stage_sampling(options: Mapping[str, Any], sampling: Sampling, stage: str) -> Sampling:
+def stage_sampling(options: Mapping[str, object], sampling: Sampling, stage: str) -> Sampling:
     """`sampling` with the request's own options for one stage on top; raises BadRequest naming the key."""
     if not options:
         return sampling
@@ -39,7 +39,7 @@ def stage_sampling(options: Mapping[str, Any], sampling: Sampling, stage: str) -
 
 
 def sampling_arguments(
-    sampling: Sampling, deploy: SamplingDefaults, model: Mapping[str, Any], *, vocab: int, room: int
+    sampling: Sampling, deploy: SamplingDefaults, model: Mapping[str, object], *, vocab: int, room: int
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's SamplingParams for one run, all but `output_kind` and structured outputs.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from triton_omni.backends.core.errors import BadRequest
 
@@ -24,7 +23,7 @@ COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "ma
 _REPEAT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 
-def check_schema(schema: Mapping[str, Any], where: str) -> None:
+def check_schema(schema: Mapping[str, object], where: str) -> None:
     """Raise BadRequest for a schema that would take too long to compile."""
     try:
         size = len(json.dumps(schema))
@@ -43,8 +42,8 @@ def check_schema(schema: Mapping[str, Any], where: str) -> None:
         if isinstance(properties, Mapping) and ("minProperties" in node or "maxProperties" in node):
             counted += len(properties)
         for key in COUNTS:
-            if isinstance(node.get(key), int | float) and node[key] > MAX_COUNT:
-                raise BadRequest(f"{key} must be at most {MAX_COUNT} (got {node[key]})", where)
+            if isinstance(count := node.get(key), int | float) and count > MAX_COUNT:
+                raise BadRequest(f"{key} must be at most {MAX_COUNT} (got {count})", where)
         if any(isinstance(pattern, str) and _repeats(pattern) > MAX_REPEATS for pattern in patterns):
             raise BadRequest(f"a pattern must repeat its parts at most {MAX_REPEATS} times", where)
     if counted > MAX_COUNTED:
@@ -53,9 +52,9 @@ def check_schema(schema: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _depth(value: Any) -> int:
+def _depth(value: Mapping[str, object]) -> int:
     """Levels of objects and arrays inside each other."""
-    depth, level = 0, [value]
+    depth, level = 0, list[Mapping[str, object] | list[object]]([value])
     while level:
         depth += 1
         parents = [node.values() if isinstance(node, Mapping) else node for node in level]
@@ -63,9 +62,9 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+def _objects(value: object) -> Iterator[Mapping[str, object]]:
     """All objects in a JSON value."""
-    left = [value]
+    left: list[object] = [value]
     while left:
         value = left.pop()
         if isinstance(value, Mapping):

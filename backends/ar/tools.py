@@ -98,7 +98,7 @@ def forced_calls(tools: Sequence[Mapping[str, Any]], choice: str) -> str | None:
     return json.dumps({"type": "structural_tag", "format": calls})
 
 
-def _tag(function: Mapping[str, Any]) -> dict[str, Any]:
+def _tag(function: Mapping[str, object]) -> dict[str, object]:
     schema = function.get("parameters") or {"type": "object"}
     return {
         "type": "tag",

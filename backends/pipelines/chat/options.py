@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -22,7 +22,7 @@ class Code2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """model: folder of the codebooks; chunks: options of the codec engine (backends/codec/engine.py)."""
 
     model: str
-    chunks: dict[str, Any] = {}
+    chunks: dict[str, object] = {}
 
 
 class TranscriberOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from triton_omni.backends.ar.environment import worker_environment
 from triton_omni.backends.config.paths import engine_python
@@ -15,6 +15,7 @@ from triton_omni.backends.core.generate import GenerateRequest, Message
 from triton_omni.backends.core.pipeline import EngineContext
 
 if TYPE_CHECKING:
+    from triton_omni.backends.ar.chat_prompts import ChatTokenizer
     from triton_omni.backends.ar.engine import LlmPrompt
 
 
@@ -53,7 +54,7 @@ def check_messages(request: GenerateRequest) -> None:
 class ChatPromptBuilder:
     """triton_omni.backends.ar.engine.PromptBuilder of text chats; audio parts are read as their transcripts."""
 
-    def __init__(self, tokenizer: Any, template: str) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, template: str) -> None:
         from triton_omni.backends.ar.chat_prompts import ChatEncoder
 
         self._chats = ChatEncoder(tokenizer, template)

@@ -14,6 +14,7 @@ hidden rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ class TalkerInput:
     prompt_ids: list[int]
     token_ids: list[int]
     media: TorchTensor | None = None
-    shapes: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
+    shapes: Mapping[str, Sequence[object]] = field(default_factory=dict[str, Sequence[object]])
 
 
 def talker_input(chunk: Chunk) -> TalkerInput:

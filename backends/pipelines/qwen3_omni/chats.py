@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -18,13 +18,16 @@ from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part
 from triton_omni.backends.pipelines.qwen3_omni.checks import check_messages
 
+if TYPE_CHECKING:
+    from triton_omni.backends.ar.chat_prompts import ChatTokenizer
+
 AUDIO_HZ = 16_000  # what the audio encoder was trained on
 
 
 class OmniPromptBuilder:
     """triton_omni.backends.ar.engine.PromptBuilder of Qwen3-Omni."""
 
-    def __init__(self, tokenizer: Any, template: str) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, template: str) -> None:
         self._chats = ChatEncoder(tokenizer, template)
 
     def check(self, run: Run) -> None:
@@ -33,7 +36,7 @@ class OmniPromptBuilder:
     def build(self, run: Run, transcripts: Sequence[str]) -> LlmPrompt:
         chat = [_turn(message, f"messages[{index}]") for index, message in enumerate(run.request.messages)]
         tools = [dict(tool) for tool in run.request.tools] or None
-        media: dict[str, list[Any]] = {}
+        media: dict[str, list[object]] = {}
         for index, message in enumerate(run.request.messages):
             for part in message.parts:
                 if part.type != "text":
@@ -41,14 +44,15 @@ class OmniPromptBuilder:
         return LlmPrompt(self._chats.encode(chat, tools), media, _processor(run.request))
 
 
-def _turn(message: Message, where: str) -> dict[str, Any]:
+def _turn(message: Message, where: str) -> dict[str, object]:
     """One message as chat templates take it."""
     role = "system" if message.role == "developer" else message.role
     calls = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
-    return {"role": role, "content": _content(message)} | ({"tool_calls": calls} if calls else {})
+    turn: dict[str, object] = {"role": role, "content": _content(message)}
+    return turn | ({"tool_calls": calls} if calls else {})
 
 
-def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _call(call: Mapping[str, Any], where: str) -> dict[str, object]:
     """An earlier call; templates want its arguments as an object."""
     try:
         function = call["function"]
@@ -76,15 +80,15 @@ def _content(message: Message) -> str | list[dict[str, str]]:
     return parts
 
 
-def _processor(request: GenerateRequest) -> dict[str, Any]:
+def _processor(request: GenerateRequest) -> dict[str, object]:
     """Options of the processor; checks.check_messages has made sure that they are the same for all videos."""
     parts = [part for message in request.messages for part in message.parts]
     rates = [part.fps for part in parts if part.fps]
-    options: dict[str, Any] = {"fps": rates[0], "do_sample_frames": False} if rates else {}
+    options: dict[str, object] = {"fps": rates[0], "do_sample_frames": False} if rates else {}
     return options | ({"use_audio_in_video": True} if any(part.in_video for part in parts) else {})
 
 
-def _item(run: Run, part: Part, where: str) -> Any:
+def _item(run: Run, part: Part, where: str) -> Image.Image | np.ndarray | tuple[np.ndarray, int]:
     """One image, audio or video in the form vLLM's processor takes."""
     tensor = run.inputs.get(part.type)
     if tensor is None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
@@ -11,15 +11,18 @@ from triton_omni.backends.ar.options import checkpoint, read_options
 from triton_omni.backends.core.engine import OptionsError
 from triton_omni.backends.core.pipeline import EngineContext
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 MODEL_TYPE = "qwen3_omni_moe"
 
 
-def omni_config(context: EngineContext) -> Any:
+def omni_config(context: EngineContext) -> PreTrainedConfig:
     """Config of the checkpoint that an AR stage's options name."""
     return config_of(checkpoint(read_options(context.options, context.stage), context.models_dir))
 
 
-def config_of(model: str) -> Any:
+def config_of(model: str) -> PreTrainedConfig:
     """Config of a folder, or of a name on a hub; raises OptionsError if it is another family's or unreadable."""
     try:
         config = AutoConfig.from_pretrained(model)
@@ -30,7 +33,7 @@ def config_of(model: str) -> Any:
     return config
 
 
-def speaking_config(context: EngineContext) -> Any:
+def speaking_config(context: EngineContext) -> PreTrainedConfig:
     """The same for a stage of the voice; raises OptionsError for a checkpoint without one."""
     config = omni_config(context)
     if not config.enable_audio_output:

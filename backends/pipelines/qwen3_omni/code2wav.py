@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -31,6 +31,9 @@ from triton_omni.backends.core.engine import OptionsError, read_engine_options
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.qwen3_omni.checkpoints import config_of
+
+if TYPE_CHECKING:
+    from transformers.utils.generic import ModelOutput
 
 SAMPLE_RATE_HZ = 24_000
 PREFIX = "code2wav."
@@ -110,12 +113,17 @@ class StreamingNetwork:
         self._pass = chunk
         return self.network(codes)[:, 0]
 
-    def _convolve(self, module: Any, inputs: torch.Tensor) -> torch.Tensor:
+    def _convolve(self, module: modeling.Qwen3OmniMoeCausalConvNet, inputs: torch.Tensor) -> torch.Tensor:
         """Causal convolution of (runs, channels, steps)."""
         joined = self._pass.join(inputs.transpose(1, 2), module.padding, module.padding)
         return module.conv(joined.transpose(1, 2))
 
-    def _upsample(self, module: Any, forward: Callable[[Any], torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+    def _upsample(
+        self,
+        module: modeling.Qwen3OmniMoeCausalTransConvNet,
+        forward: Callable[[torch.Tensor], torch.Tensor],
+        inputs: torch.Tensor,
+    ) -> torch.Tensor:
         """Transposed convolution of (runs, channels, steps); an overlapping one needs the step before."""
         chunk, stride = self._pass, module.conv.stride[0]
         if not module.left_pad:
@@ -125,7 +133,7 @@ class StreamingNetwork:
         chunk.ends = [(end - chunk.is_first) * stride for end in chunk.ends]
         return forward(joined.transpose(1, 2))
 
-    def _attend(self, forward: Callable[..., Any], inputs_embeds: torch.Tensor) -> Any:
+    def _attend(self, forward: Callable[..., ModelOutput], inputs_embeds: torch.Tensor) -> ModelOutput:
         """The transformer over (runs, frames, hidden), with keys and values of the window before."""
         config = self.network.config
         kept = config.sliding_window - 1
@@ -154,7 +162,7 @@ class CarriedKeys:
         self._pass = chunk
         self._kept = kept
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (runs, heads, frames, size) with those of the window before in front."""
         joined = self._pass.join(torch.stack([keys, values], 1), self._kept, self._kept)
         return joined[:, 0], joined[:, 1]

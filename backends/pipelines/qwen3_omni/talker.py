@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
@@ -22,6 +22,9 @@ from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.qwen3_omni.adapters import EDGE, TalkerInput
 from triton_omni.backends.pipelines.qwen3_omni.checkpoints import speaking_config
 from triton_omni.backends.pipelines.qwen3_omni.network import ARCHITECTURE, PromptParts, TalkerNetwork, talker_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 HEADER_TOKENS = 3  # <|im_start|> assistant \n: read, never spoken
 DEFAULT_VOICE = "Ethan"  # transformers' default
@@ -38,9 +41,9 @@ def make_talker(context: EngineContext) -> FrameEngine:
 class Talker:
     """triton_omni.backends.ar.frames.FrameModel of Qwen3-Omni."""
 
-    sampling: Mapping[str, Any] = SAMPLING
+    sampling: Mapping[str, object] = SAMPLING
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
         self.speakers: dict[str, int] = {name.lower(): code for name, code in config.speaker_id.items()}
         self.pad_token: int = config.codec_pad_id
@@ -138,7 +141,7 @@ class Talker:
         return media, prompt.media[[row_of[positions[k]] for k in media]]
 
 
-def _tensor(values: Sequence[Any]) -> torch.Tensor | None:
+def _tensor(values: Sequence[object]) -> torch.Tensor | None:
     return torch.tensor(values) if values else None
 
 
@@ -149,7 +152,7 @@ class RopeIndex:
     get_llm_pos_ids_for_vision = OmniModel.get_llm_pos_ids_for_vision
     get_chunked_index = OmniModel.get_chunked_index
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         self.spatial_merge_size: int = config.spatial_merge_size
         names = ("image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id")
         self.config = SimpleNamespace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -22,11 +22,16 @@ from triton_omni.backends.pipelines.qwen3_omni.adapters import MEDIA_SHAPES
 from triton_omni.backends.pipelines.qwen3_omni.chats import OmniPromptBuilder
 from triton_omni.backends.pipelines.qwen3_omni.checkpoints import omni_config
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
 
 def make_thinker(context: EngineContext) -> ArEngine:
     """The engine of stage `thinker`. A checkpoint without a talker (Captioner, Thinking) needs no taps."""
     config = omni_config(context)
-    template = read_chat_template(config.name_or_path)
+    template = read_chat_template(str(config.name_or_path))
     prompts = partial(OmniPromptBuilder, template=template)
     thinker = config.thinker_config
     if not config.enable_audio_output:
@@ -97,12 +102,13 @@ def in_order(positions: Sequence[int], blocks: Sequence[torch.Tensor]) -> torch.
     return torch.cat(list(blocks))[[row_of[position] for position in sorted(row_of)]]
 
 
-def media_shapes(features: Sequence[Any]) -> list[Tensor]:
+def media_shapes(features: Sequence[MultiModalFeatureSpec]) -> list[Tensor]:
     """What the talker's positions depend on, in order (MEDIA_SHAPES): grids (time, height, width) of images and videos,
     seconds per grid of videos, lengths of audio in feature frames."""
-    shapes: dict[str, list[Any]] = {name: [] for name in MEDIA_SHAPES}
+    shapes: dict[str, list[object]] = {name: [] for name in MEDIA_SHAPES}
     for feature in features:
-        data = feature.data.get_data()
+        assert feature.data is not None, "the scheduler keeps the data of media"
+        data = cast("Mapping[str, torch.Tensor]", feature.data.get_data())
         if feature.modality == "image":
             shapes["image_grids"].append(data["image_grid_thw"].flatten().tolist())
         elif feature.modality == "video":
