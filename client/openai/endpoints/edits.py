@@ -11,11 +11,11 @@ from starlette.responses import Response
 
 from triton_omni.media import Media
 from triton_omni.openai.endpoints.image_request import EditSources, read_image_call
-from triton_omni.openai.endpoints.images import image_response
+from triton_omni.openai.endpoints.images import image_response, wrong_model
 from triton_omni.openai.endpoints.messages import media_errors
 from triton_omni.openai.endpoints.schemas import EditBody
 from triton_omni.openai.http.context import context_of
-from triton_omni.openai.http.errors import invalid, missing
+from triton_omni.openai.http.errors import ApiError, invalid, missing
 from triton_omni.openai.http.forms import file_in, opened_form, parse_form
 from triton_omni.openai.http.pools import Pools
 
@@ -29,7 +29,12 @@ async def edit(request: Request) -> Response:
     async with opened_form(request) as form:
         images, mask = await _files(form)
         body = parse_form(EditBody, form, (*IMAGES, "mask"), context.ignored)
-        await context.services.catalogue.check_media(body.model, "image", "image")
+        try:
+            await context.services.catalogue.check_media(body.model, "image", "image")
+        except ApiError as error:
+            if error.param != "image":
+                raise
+            raise await wrong_model(context, body.model, "edit", error) from error
     sources = await _sources(images, mask, Media(context.share.take), context.services.pools)
     return await image_response(context, read_image_call(body, sources))
 

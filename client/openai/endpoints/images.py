@@ -15,7 +15,7 @@ from triton_omni.openai.endpoints.image_request import ImageCall, read_image_cal
 from triton_omni.openai.endpoints.schemas import ImageBody, Json
 from triton_omni.openai.http import sse
 from triton_omni.openai.http.bodies import read_json
-from triton_omni.openai.http.calls import BackendCall, open_pieces
+from triton_omni.openai.http.calls import open_pieces
 from triton_omni.openai.http.context import RequestContext, context_of
 from triton_omni.openai.http.errors import ApiError, invalid
 from triton_omni.openai.http.pools import in_thread
@@ -37,7 +37,9 @@ async def image_response(context: RequestContext, call: ImageCall) -> Response:
     try:
         await pieces.begin()
     except ApiError as error:
-        raise await _naming_others(context, call.call, error) from error
+        if error.param != "model":
+            raise
+        raise await wrong_model(context, call.call.model, call.call.request.operation, error) from error
     answer = ImageAnswer(call)
     if call.is_stream:
         return sse.response(sse.body(pools, pieces, answer.events))
@@ -46,18 +48,15 @@ async def image_response(context: RequestContext, call: ImageCall) -> Response:
     return JSONResponse(await in_thread(pools.answers, answer.body))
 
 
-async def _naming_others(context: RequestContext, call: BackendCall, error: ApiError) -> ApiError:
-    """If the model is the wrong one for this URL: the error with the names of those that fit."""
-    if error.param != "model":
-        return error
-    operation = call.request.operation
+async def wrong_model(context: RequestContext, model: str, operation: str, error: ApiError) -> ApiError:
+    """The error of a model that lacks this URL's operation, with the names of those that have it."""
     try:
         states = await context.services.catalogue.states()
     except OmniError:  # the names are a hint only
         return error
-    able = [model for model, state in states.items() if operation in state.get("operations", ())]
+    able = [name for name, state in states.items() if operation in state.get("operations", ())]
     others = f"these can: {', '.join(able)}" if able else "no model here can"
-    return invalid("model", f"The model '{call.model}' does not {_VERBS[operation]}; {others}.", error.code)
+    return invalid("model", f"The model '{model}' does not {_VERBS[operation]}; {others}.", error.code)
 
 
 def image_usage(event: Event) -> Json:

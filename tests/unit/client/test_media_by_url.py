@@ -95,7 +95,7 @@ def test_files_that_a_model_does_not_take_are_refused_before_they_are_decoded(
         sdk.chat.completions.create(model="fake", messages=[{"role": "user", "content": [speech]}])
     with pytest.raises(openai.BadRequestError, match="takes text, not audio"):
         sdk.audio.transcriptions.create(model="fake", file=("a.wav", b"RIFF"))
-    with pytest.raises(openai.BadRequestError, match="takes text, not image"):
+    with pytest.raises(openai.BadRequestError, match="does not edit images"):
         sdk.images.edit(model="painter", image=image(), prompt="a fox")
     assert not decoded and not backend.seen
 

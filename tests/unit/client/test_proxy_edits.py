@@ -174,3 +174,14 @@ def test_the_wrong_model_names_the_right_ones(
 def test_values_in_a_form_that_json_could_not_say_stay_text(sdk: openai.OpenAI, backend: FakeBackend) -> None:
     edit(sdk, extra_body={"stages[words][a]": '"\\ud800"', "stages[words][b]": "NaN", "stages[words][c]": "1e9"})
     assert backend.seen[0].request.stages["words"] == {"a": '"\\ud800"', "b": "NaN", "c": 1e9}
+
+
+def test_a_model_that_reads_no_images_is_refused_with_the_names_of_those_that_edit(
+    sdk: openai.OpenAI, backend: FakeBackend
+) -> None:
+    backend.operations = {"painter": ["edit"]}
+    backend.media = ("text",)
+    with pytest.raises(openai.BadRequestError, match="'fake' does not edit images; these can: painter") as caught:
+        edit(sdk, model="fake")
+    assert caught.value.param == "model"
+    assert not backend.seen
