@@ -62,7 +62,7 @@ check: ## style, types and unit tests side by side (under 3 minutes on two idle 
 doctor: ## state of set-up and of running servers, with memory and start-up seconds
 	@$(CLI) doctor
 
-test: setup lint ## set-up, style, types and all tests but chaos, soak and GPU (about 20 minutes)
+test: setup lint ## set-up, style, types and all tests but chaos, soak and GPU (about 35 minutes)
 	@$(MAKE) --no-print-directory bytes
 	@$(PYTEST) -m "not chaos and not soak and not gpu" $(TESTS)
 
