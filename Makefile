@@ -26,7 +26,7 @@ AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AV
 # targets that start from the engine environment: say what to do where it is missing
 HAS_ENGINE = @test -x $(ENGINE)/python || { echo '$@: no engine environment in $(OMNI_HOME); next: make setup'; exit 1; }
 
-.PHONY: help setup serve demo test bytes test-all check doctor lint unit test-soak chaos test-gpu repository perf clean
+.PHONY: help setup serve demo test bytes test-all check doctor lint unit test-soak chaos test-gpu repository perf bench bench-smoke clean
 
 help: ## show this list
 	@echo "Triton-Omni: make TARGET"
@@ -89,6 +89,14 @@ repository: ## write the model repositories and the tables of docs/wire.md
 
 perf: setup ## perf_analyzer on toy and chat beside their engines in one process; tables in out/perf
 	@$(ENGINE)/python -m perf.analyze --out out/perf $(PERF_ARGS)
+
+bench: setup ## about 20 minutes: ours beside one process, vLLM's server and diffusers; out/bench has tables and plots
+	@$(ENGINE)/python -m perf.bench $(BENCH_ARGS)
+	@echo 'bench: done; next: compare out/bench/bench.md with perf/README.md'
+
+bench-smoke: setup ## two minutes: fails where the server or the proxy cost more than they may
+	@$(ENGINE)/python -m perf.bench --smoke --out out/bench-smoke
+	@echo 'bench-smoke: passed; next: make bench'
 
 clean: ## remove outputs and caches, keep what set-up made (remove that folder by hand to start afresh)
 	@rm -rf out build dist *.egg-info .pytest_cache .ruff_cache

@@ -2,8 +2,11 @@
 """The baseline: a pipeline's engines in one process, taking turns, without server, links and workers.
 
     python -m perf.inprocess PIPELINE --loads '[[4, 8]]' --out requests.json
+    python -m perf.inprocess PIPELINE --answers FD       one load per line of standard input, one line of FD each
 
-Same engines, options and chunks as the server's; what is missing is transport, and that stages run at the same time.
+`"whole"` as the third element of a load answers as transformers' own `generate` does: one request after another, and a
+stage starts when the one before it is through. Same engines, options and chunks as the server's; what is missing is
+transport, and that stages run at the same time.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +69,20 @@ class Chain:
         self._pipeline = pipeline
         self._engines = engines
         self._jobs: dict[bytes, Job] = {}
+        self._whole = False
 
-    def drive(self, request: GenerateRequest, concurrency: int, count: int) -> list[Job]:
-        """`count` requests, `concurrency` at a time."""
+    def drive(self, request: GenerateRequest, concurrency: int, count: int, how: str = "") -> list[Job]:
+        """`count` requests, `concurrency` at a time; `how` "whole": all arrive at once and are answered in turn."""
+        arrived_s, self._whole = time.monotonic(), how == "whole"
+        if self._whole:
+            jobs = [job for _ in range(count) for job in self._drive(request, 1, 1)]
+            for job in jobs:
+                job.start_s = arrived_s
+                job.pieces = [replace(piece, at_s=job.end_s) for piece in job.pieces]
+            return jobs
+        return self._drive(request, concurrency, count)
+
+    def _drive(self, request: GenerateRequest, concurrency: int, count: int) -> list[Job]:
         jobs: list[Job] = []
         while True:
             while len(self._jobs) < concurrency and len(jobs) < count:
@@ -101,13 +115,16 @@ class Chain:
             if stage in job.runs:
                 self._feed(job, stage, engine)
                 targets = self._pipeline.downstream(stage, job.runs)
-                job.runs[stage].blocked = any(len(job.inbox[target]) >= WINDOW_CHUNKS for target in targets)
+                full = any(len(job.inbox[target]) >= WINDOW_CHUNKS for target in targets)
+                job.runs[stage].blocked = full and not self._whole
         if engine.has_work:
             for event in engine.step():
                 self._route(self._jobs[event.run.id], stage, event)
 
     def _feed(self, job: Job, stage: str, engine: Engine) -> None:
         box = job.inbox[stage]
+        if self._whole and not self._pipeline.upstream(stage, job.runs) <= job.over:
+            return
         while box:
             chunk = box[0]
             adapter = next(e.adapter for e in self._pipeline.edges if (e.source, e.target) == (chunk.edge, stage))
@@ -173,18 +190,25 @@ def trace_fields(job: Job) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pipeline")
-    parser.add_argument("--loads", required=True, help="JSON: [[concurrency, count], …]")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file of the requests of each load")
+    parser.add_argument("--loads", help="JSON: [[concurrency, count], …]")
+    parser.add_argument("--out", type=Path, help="JSON file of the requests of each load")
+    parser.add_argument("--answers", type=int, help="file descriptor for the requests of each load of standard input")
     args = parser.parse_args()
     pipeline, request = load(args.pipeline), request_of(args.pipeline)
     needed = pipeline.plan(request).needed
     engines = {n: pipeline.stage(n).engine(c) for n, c in contexts(pipeline).items() if n in needed}
     chain = Chain(pipeline, engines)
     chain.drive(request, 1, 1)  # the first request ever also pays for lazy set-up
-    loads = []
-    for concurrency, count in json.loads(args.loads):
-        loads.append([trace_fields(job) for job in chain.drive(request, concurrency, count)])
-    args.out.write_text(json.dumps(loads))
+    if args.answers is not None:
+        with open(args.answers, "w") as answers:
+            print("ready", file=answers, flush=True)
+            for line in sys.stdin:
+                cpu_s = time.process_time()
+                traces = [trace_fields(job) for job in chain.drive(request, *json.loads(line))]
+                print(json.dumps([time.process_time() - cpu_s, traces]), file=answers, flush=True)
+    else:
+        loads = [[trace_fields(job) for job in chain.drive(request, *one)] for one in json.loads(args.loads)]
+        args.out.write_text(json.dumps(loads))
     for engine in engines.values():
         engine.close()
     return 0
