@@ -58,6 +58,7 @@ from triton_omni.backends.core.outputs import (
     TextPiece,
     TokenLogprob,
     TranscriptPiece,
+    WordsPiece,
     WordTime,
 )
 from triton_omni.backends.core.responses import Event, PipelineStatus, Progress, RequestStatus, StageStatus
@@ -68,8 +69,8 @@ __all__ = [
     "Event", "FunctionCall", "GenerateRequest", "ImageParams", "ImagePiece", "Message", "OmniError", "OutputPiece",
     "Part", "PipelineStatus", "Progress", "RequestStatus", "Sampling", "SegmentDecoding", "SpeechParams",
     "StageStatus", "TextPiece", "TokenLogprob", "TranscriptPiece", "TranscriptionParams", "WordTime",
-    "decode_event", "decode_request", "encode_event", "encode_request", "from_line", "new_request_id", "short_form",
-    "text_of", "with_stream",
+    "WordsPiece", "decode_event", "decode_request", "encode_event", "encode_request", "from_line", "new_request_id",
+    "short_form", "text_of", "with_stream",
 ]  # fmt: skip
 
 REQUEST, TEXT_INPUT, STREAM = "request", "text_input", "stream"

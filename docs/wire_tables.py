@@ -29,8 +29,9 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
         *(generate.GenerateRequest, generate.Message, generate.Part, generate.Sampling, generate.Deadlines),
         *(generate.ImageParams, generate.SpeechParams, generate.TranscriptionParams),
         *(responses.Event, responses.Progress, responses.PipelineStatus, responses.StageStatus),
-        *(responses.RequestStatus, outputs.TextPiece, outputs.TranscriptPiece, outputs.AudioPiece, outputs.ImagePiece),
-        *(outputs.FunctionCall, outputs.TokenLogprob, outputs.Candidate, outputs.WordTime, outputs.SegmentDecoding),
+        *(responses.RequestStatus, outputs.TextPiece, outputs.TranscriptPiece, outputs.AudioPiece, outputs.WordsPiece),
+        *(outputs.ImagePiece, outputs.FunctionCall, outputs.TokenLogprob, outputs.Candidate, outputs.WordTime),
+        outputs.SegmentDecoding,
     )
 }
 _TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

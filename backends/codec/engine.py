@@ -7,6 +7,7 @@ A ramp between them keeps each chunk shorter than what has been said before it c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -20,7 +21,7 @@ from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.engine import EngineEvent, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.generate import stage_options
-from triton_omni.backends.core.outputs import AudioPiece
+from triton_omni.backends.core.outputs import AudioPiece, WordsPiece, WordTime
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 
@@ -76,6 +77,14 @@ class DecodeRunState:
     """Frames since the last window, not joined to `codes` yet."""
     waiting: int = 0
     """Frames that are not decoded."""
+    words: list[WordTime] = field(default_factory=list[WordTime])
+    """Words of the speech whose audio is not decoded yet, in their order."""
+
+    def words_before(self, end_s: float) -> WordsPiece:
+        """The words that begin before this second of the audio; they are not kept."""
+        due = tuple(word for word in self.words if word.start_s < end_s)
+        del self.words[: len(due)]
+        return WordsPiece(due)
 
 
 class CodecEngine:
@@ -111,7 +120,10 @@ class CodecEngine:
         self._runs.append(run)
 
     def feed(self, run: Run, inputs: Chunk, last: bool) -> bool:
-        """Take the chunk's tensor `codes`; an empty chunk has none."""
+        """Take the chunk's tensor `codes`, and the words that a `WordsPiece` says are in them; an empty chunk has none.
+
+        Words of an empty chunk, or later than its codes, are sent with the audio at their time.
+        """
         state: DecodeRunState = run.state
         if state.waiting >= self.options.max_queued_frames:
             return False
@@ -120,6 +132,8 @@ class CodecEngine:
             self._take(state, tensor)
         elif not inputs.is_empty:
             raise StageFailed("the chunk has no 'codes'", f"{inputs.edge}->{self.stage}")
+        if isinstance(inputs.piece, WordsPiece):
+            state.words += inputs.piece.words
         state.ended = last
         return True
 
@@ -137,6 +151,8 @@ class CodecEngine:
         windows = [self._window(run.state) for run in decoding]
         events: list[EngineEvent] = []
         for run, audio in zip(decoding, self.decoder.decode(windows) if windows else (), strict=True):
+            if run.state.words and (words := run.state.words_before(self._decoded_s(run.state))).words:
+                events.append(EngineOutput(run, words))
             piece = AudioPiece(self.decoder.sample_rate_hz, len(audio))
             events.append(EngineOutput(run, piece, (Tensor.of("audio", audio),)))
         for run in runs:
@@ -151,6 +167,12 @@ class CodecEngine:
 
     def close(self) -> None:
         self._runs.clear()
+
+    def _decoded_s(self, state: DecodeRunState) -> float:
+        """Seconds of a run's audio so far; no word is later than its end."""
+        if state.ended and not state.waiting:
+            return math.inf
+        return state.decoded * self.decoder.samples_per_frame / self.decoder.sample_rate_hz
 
     def _can_work(self, run: Run) -> bool:
         state: DecodeRunState = run.state

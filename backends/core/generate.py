@@ -191,8 +191,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     messages       the chat so far, see `Message`; for `edit` its last user message has the images, perhaps a mask,
                    and the text
     input          the text to speak or the description of the image (`speech`, `image`)
-    modalities     outputs wanted: `text`, `transcript`, `audio`, `image`; only stages that lead to one of them are
-                   opened
+    modalities     outputs wanted: `text`, `transcript`, `audio`, `words`, `image`; only stages that lead to one of
+                   them are opened
     sampling       how tokens are chosen, see `Sampling`
     image          how images are made, see `ImageParams`
     speech         how the audio output is spoken, see `SpeechParams`

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 
-PieceKind = Literal["text", "transcript", "audio", "image"]
+PieceKind = Literal["text", "transcript", "audio", "words", "image"]
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
@@ -241,8 +241,24 @@ class TranscriptPiece(PieceBase, frozen=True, tag="transcript"):
         )  # fmt: skip
 
 
-OutputPiece = TextPiece | AudioPiece | ImagePiece | TranscriptPiece
+class WordsPiece(PieceBase, frozen=True, tag="words"):
+    """When words of the audio output are said. Words come in their order, no later than the audio that they describe
+    where the pipeline knows them early, else behind it.
+
+    words  as written, with times in seconds of all the audio output; no two overlap
+    """
+
+    kind: ClassVar[PieceKind] = "words"
+
+    words: tuple[WordTime, ...] = ()
+
+    @classmethod
+    def join(cls, pieces: Sequence[Self]) -> Self:
+        return cls(tuple(word for piece in pieces for word in piece.words))
+
+
+OutputPiece = TextPiece | AudioPiece | ImagePiece | TranscriptPiece | WordsPiece
 JOIN: Mapping[str, Callable[[Sequence[Any]], OutputPiece | None]] = {
-    kind.kind: kind.join for kind in (TextPiece, TranscriptPiece, AudioPiece, ImagePiece)
+    kind.kind: kind.join for kind in (TextPiece, TranscriptPiece, AudioPiece, WordsPiece, ImagePiece)
 }
 """Output → how its pieces become one."""

@@ -6,6 +6,7 @@ Types of events, and what they come with:
     text        with `text_output`: a piece of the text output, see `TextPiece`
     transcript  with `text_output`: a segment of transcribed audio, see `TranscriptPiece`
     audio       with `audio`: a piece of the audio output, see `AudioPiece`
+    words       when words of the audio output are said, see `WordsPiece`
     image       with `image`: an image or a preview of it, see `ImagePiece`
     chunk       what a directly called stage sends its consumers, with the stage's tensors
     progress    a stage that has no output yet is alive, see `Progress`
@@ -117,7 +118,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 
     type           see above
     request_id     the client's request id, or the one made for it
-    output         `text`, `transcript`, `audio` or `image`; on `end` the request's own final output
+    output         `text`, `transcript`, `audio`, `words` or `image`; on `end` the request's own final output
     stage          the stage it came from; on `end` the stage of the final output
     index          counts the responses of one output from 0; on `end` the number of all pieces
     piece          what the response carries of an output; its `type` is the event's
@@ -139,7 +140,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
                    ("Slow clients")
     """
 
-    type: Literal["text", "transcript", "audio", "image", "chunk", "progress", "accepted", "end", "health"]
+    type: Literal["text", "transcript", "audio", "words", "image", "chunk", "progress", "accepted", "end", "health"]
     request_id: str = ""
     output: str = ""
     stage: str = ""

@@ -10,10 +10,10 @@ import numpy as np
 from tests.kit import engine_driver as drive
 from triton_omni.backends.codec.engine import CodecEngine
 from triton_omni.backends.config.paths import models_dir
-from triton_omni.backends.core.chunk import Tensor
+from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.engine import EngineChunk, EngineOutput
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part, TranscriptionParams
-from triton_omni.backends.core.outputs import TranscriptPiece
+from triton_omni.backends.core.outputs import TranscriptPiece, WordsPiece, WordTime
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.deploy.load import load_deploy
 from triton_omni.backends.pipelines.chat import pipeline
@@ -32,6 +32,17 @@ def speak(talker: TalkerEngine, code2wav: CodecEngine, text: str) -> np.ndarray:
     run = drive.new_run(GenerateRequest(operation="speech", input=text))
     chunks = [drive.codes_chunk(codes) for codes in drive.codes(drive.run_with(talker, run))]
     return drive.audio(drive.run_with(code2wav, drive.new_run(upstream={"talker"}), [*chunks, drive.codes_chunk(None)]))
+
+
+def speak_timed(talker: TalkerEngine, code2wav: CodecEngine, text: str) -> tuple[np.ndarray, list[WordTime]]:
+    """The audio of a text and when its words are said, as outputs `audio` and `words` of operation `speech`."""
+    run = drive.new_run(GenerateRequest(operation="speech", input=text, modalities=("audio", "words")))
+    sent = [event for event in drive.run_with(talker, run) if isinstance(event, EngineChunk)]
+    chunks = [Chunk(run.id, talker.stage, tensors=event.tensors, piece=event.piece) for event in sent]
+    sink = drive.new_run(upstream={talker.stage})
+    events = drive.run_with(code2wav, sink, [*chunks, drive.codes_chunk(None)])
+    pieces = [event.piece for event in events if isinstance(event, EngineOutput)]
+    return drive.audio(events), [word for piece in pieces if isinstance(piece, WordsPiece) for word in piece.words]
 
 
 def transcribe(transcriber: TranscriberEngine, clips: list[np.ndarray], rate_hz: int = SAMPLE_RATE_HZ) -> list[str]:

@@ -15,7 +15,8 @@ pytest.importorskip("hibari", reason="the engine environment is needed (make set
 pytest.importorskip("torch", reason="the engine environment is needed (make setup)")
 
 from tests.kit import engine_driver as drive
-from tests.kit.chat_speech import engine_context, segments, speak, transcribe
+from tests.kit import spoken_corpus
+from tests.kit.chat_speech import engine_context, segments, speak, speak_timed, transcribe
 from triton_omni.backends.codec.engine import CodecEngine
 from triton_omni.backends.config.paths import models_dir
 from triton_omni.backends.core.engine import EngineEvent, EngineOutput
@@ -105,6 +106,32 @@ def test_spoken_sentences_are_understood(
         f"CPU seconds per second of audio: speaking {spoke_s / seconds:.4f}, transcribing {transcribed_s / seconds:.3f}"
     )
     assert rate <= WORD_ERROR_RATE_MAX
+
+
+@pytest.mark.soak
+def test_the_voices_word_times_agree_with_the_transcribers(
+    talker: TalkerEngine, code2wav: CodecEngine, transcriber: TranscriberEngine
+) -> None:
+    """Of 48 sentences those that Whisper hears as they were said: its alignment, which is often a phoneme off between
+    words without a pause, is the second opinion."""
+    starts, ends, agreed = list[float](), list[float](), 0
+    for sentence in spoken_corpus.sentences(np.random.default_rng(48), 48):
+        audio, said = speak_timed(talker, code2wav, sentence)
+        heard = timed_words(transcriber, audio)
+        assert [word.word for word in said] == sentence.split()
+        times = [at_s for word in said for at_s in (word.start_s, word.end_s)]
+        assert times == sorted(times) and times[0] > 0 and times[-1] <= len(audio) / SAMPLE_RATE_HZ
+        if [words(word.word) for word in heard] == [words(word.word) for word in said]:
+            agreed += 1
+            starts += [h.start_s - s.start_s for h, s in zip(heard, said, strict=True)]
+            ends += [h.end_s - s.end_s for h, s in zip(heard, said, strict=True)]
+    off = {name: np.abs(np.array(times)) for name, times in (("starts", starts), ("ends", ends))}
+    print(f"{agreed} of 48 sentences, {len(starts)} words")
+    for name, seconds in off.items():
+        print(f"{name}: mean {seconds.mean():.3f} s off, median {np.median(seconds):.3f}, worst {seconds.max():.2f}")
+    assert agreed >= 40
+    assert abs(np.mean(starts)) <= 0.015, "one of the two is late as a rule"
+    assert np.median(off["starts"]) <= 0.05 and off["starts"].mean() <= 0.065
 
 
 def test_audio_of_a_streamed_text_is_the_audio_of_the_whole(talker: TalkerEngine, code2wav: CodecEngine) -> None:

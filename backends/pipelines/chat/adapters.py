@@ -3,7 +3,8 @@
 
     transcriber → thinker   TranscriptPiece of a whole audio part, one chunk per part
     thinker → talker        TextPiece with the new text
-    talker → code2wav       codes int16 (frames, 9), one chunk per clause, or more for a long one
+    talker → code2wav       codes int16 (frames, 9), one chunk per clause, or more for a long one; with a WordsPiece
+                            of the words in them
 
 Every edge may end with an empty last chunk. What an adapter misses fails the run, naming edge and key.
 """

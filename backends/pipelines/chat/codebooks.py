@@ -35,7 +35,7 @@ def build(packages: Path, folder: Path) -> None:
     from triton_omni.backends.pipelines.chat.voice import Voice
 
     voice = Voice()
-    made = [voice.frames(piece, 1.0) for text in sentences() for piece in voice.phonemes(text)]
+    made = [voice.frames(phrase.phonemes, 1.0) for text in sentences() for phrase in voice.phrases(text)]
     spectrum = np.concatenate([frames.spectrum for frames in made])
     pitch_hz = np.concatenate([frames.pitch_hz for frames in made])
     fit(spectrum, pitch_hz).save(folder)

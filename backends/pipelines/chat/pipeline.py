@@ -49,7 +49,12 @@ PIPELINE = Pipeline(
         Edge("thinker", "talker", text_of),
         Edge("talker", "code2wav"),
     ),
-    outputs=(Output("transcript", "transcriber"), Output("text", "thinker"), Output("audio", "code2wav")),
+    outputs=(
+        Output("transcript", "transcriber"),
+        Output("text", "thinker"),
+        Output("words", "code2wav", optional=True),
+        Output("audio", "code2wav"),
+    ),
     operations=(
         Operation("chat", "thinker", ("text",)),
         Operation("speech", "talker", ("audio",)),

@@ -17,11 +17,12 @@ from triton_omni.backends.core.engine import (
     read_engine_options,
 )
 from triton_omni.backends.core.errors import BadRequest, StageFailed
+from triton_omni.backends.core.outputs import WordsPiece
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.chat.clauses import UNREADABLE, Clauses
 from triton_omni.backends.pipelines.chat.options import TalkerOptions, model_folder
 from triton_omni.backends.pipelines.chat.rvq import Codebooks
-from triton_omni.backends.pipelines.chat.voice import Voice
+from triton_omni.backends.pipelines.chat.voice import SpokenPhrase, Voice
 
 QUEUE_CLAUSES = 64  # a run with more clauses to speak takes no more text for now
 
@@ -32,20 +33,20 @@ class SpeechRunState:
 
     clauses   the text that is not cut yet
     queue     clauses to speak
-    phonemes  what is left of the clause being spoken, in pieces of one step
+    phrases   what is left of the clause being spoken, one for each step
     ended     no more text will come
     """
 
     clauses: Clauses = field(default_factory=Clauses)
     queue: deque[str] = field(default_factory=deque[str])
-    phonemes: deque[str] = field(default_factory=deque[str])
+    phrases: deque[SpokenPhrase] = field(default_factory=deque[SpokenPhrase])
     ended: bool = False
     frames: int = 0
     spoken_chars: int = 0
 
     @property
     def has_text(self) -> bool:
-        return bool(self.phonemes or self.queue)
+        return bool(self.phrases or self.queue)
 
 
 class TalkerEngine:
@@ -106,16 +107,22 @@ class TalkerEngine:
 
     def _speak(self, run: Run, state: SpeechRunState) -> list[EngineEvent]:
         speed = run.request.speech.speed
-        if not state.phonemes:
+        if not state.phrases:
             clause = state.queue.popleft()
             state.spoken_chars += len(clause)
-            state.phonemes.extend(self._voice.phonemes(clause, speed))
-        if not state.phonemes:
+            state.phrases.extend(self._voice.phrases(clause, speed))
+        if not state.phrases:
             return []
-        frames = self._voice.frames(state.phonemes.popleft(), speed)
+        phrase = state.phrases.popleft()
+        frames = self._voice.frames(phrase.phonemes, speed)
         codes = self._codebooks.encode(frames.spectrum, frames.pitch_hz)
+        if not len(codes):
+            return []
+        words = None
+        if phrase.words and WordsPiece.kind in run.request.modalities:
+            words = WordsPiece(frames.times(phrase.words, state.frames))
         state.frames += len(codes)
-        return [EngineChunk(run, (Tensor.of("codes", codes),))] if len(codes) else []
+        return [EngineChunk(run, (Tensor.of("codes", codes),), words)]
 
 
 def _can_work(run: Run) -> bool:
