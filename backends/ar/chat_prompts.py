@@ -113,6 +113,15 @@ class ChatEncoder:
                 ids += self.encode_text(segment)
         return ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text outside any chat: what its continuation follows. Control strings are ordinary text."""
+        ids: list[int] = []
+        start = 0
+        for match in self._all.finditer(text):
+            ids += self.encode_text(text[start : match.start()]) + self._plain(match[0])
+            start = match.end()
+        return ids + self.encode_text(text[start:])
+
     def encode_text(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)  # the template writes them
 

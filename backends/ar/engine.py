@@ -18,6 +18,7 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 
+from triton_omni.backends.ar.completions import prompt_field
 from triton_omni.backends.ar.grammars import cancel_compiling, is_compiling, when_compiled
 from triton_omni.backends.ar.llm import Llm
 from triton_omni.backends.ar.options import read_options
@@ -226,7 +227,7 @@ class ArEngine:
         transcripts = [state.transcripts[i] for i in range(len(state.transcripts))]
         prompt = self._prompts.build(state.run, transcripts)
         state.prompt_tokens, state.prompt_audio_tokens = len(prompt.token_ids), prompt.audio_tokens
-        params = self._params(state, self.llm.room_after(state.prompt_tokens))
+        params = self._params(state, self.llm.room_after(state.prompt_tokens, prompt_field(state.run.request)))
         inputs = TokensPrompt(prompt_token_ids=prompt.token_ids)
         if prompt.media:
             inputs["multi_modal_data"] = prompt.media
@@ -247,7 +248,7 @@ class ArEngine:
         plain.structured_outputs = None
         if is_refused(self.llm.engine, plain):
             return "sampling"
-        return state.grammar_field if is_refused(self.llm.engine, params) else "messages"
+        return state.grammar_field if is_refused(self.llm.engine, params) else prompt_field(state.run.request)
 
     # --- outputs --------------------------------------------------------------------------------------------------
     def _contained_events(self, state: ArRunState, output: RequestOutput) -> list[EngineEvent]:

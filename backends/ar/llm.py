@@ -38,14 +38,14 @@ class Llm:
         self.max_model_len: int = self.engine.model_config.max_model_len
         self._honors_priority = options.scheduling_policy == "priority"
 
-    def room_after(self, prompt_tokens: int) -> int:
-        """Tokens that fit after a prompt; raises BadRequest if there is room for none."""
+    def room_after(self, prompt_tokens: int, field: str = "messages") -> int:
+        """Tokens that fit after a prompt; raises BadRequest about `field` if there is room for none."""
         room = self.max_model_len - prompt_tokens
         if room < 1:
             raise BadRequest(
                 f"the prompt is {prompt_tokens} tokens long; the context of this deployment is {self.max_model_len} "
                 "tokens, prompt and answer together",
-                "messages",
+                field,
             )
         return room
 

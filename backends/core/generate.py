@@ -186,11 +186,11 @@ class TranscriptionParams(msgspec.Struct, frozen=True, omit_defaults=True, forbi
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One client call to a pipeline. Unknown keys are refused, so a typo never passes silently.
 
-    operation      one of the pipeline's operations (`chat`, `speech`, `transcription`, `image`, `edit`), or `health`,
-                   `requests`, `abort` or `acknowledge`
+    operation      one of the pipeline's operations (`chat`, `completion`, `speech`, `transcription`, `image`, `edit`),
+                   or `health`, `requests`, `abort` or `acknowledge`
     messages       the chat so far, see `Message`; for `edit` its last user message has the images, perhaps a mask,
                    and the text
-    input          the text to speak or the description of the image (`speech`, `image`)
+    input          the text to continue or to speak, or the description of the image (`completion`, `speech`, `image`)
     modalities     outputs wanted: `text`, `transcript`, `audio`, `words`, `image`; only stages that lead to one of
                    them are opened
     sampling       how tokens are chosen, see `Sampling`

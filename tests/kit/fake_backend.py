@@ -120,7 +120,7 @@ class FakeBackend:
             "state": "unavailable" if reason else "degraded" if self.degraded else "ready",
             "outputs": [] if reason else ["text"],
             "stages": {"words": state}, "live": 0, "queued": 0,
-            "operations": self.operations.get(pipeline, ["chat", "speech"]),
+            "operations": self.operations.get(pipeline, ["chat", "completion", "speech"]),
             "about": {"voices": list(VOICES), "sample_rate": self.rate_hz, "media": list(self.media)},
         }  # fmt: skip
 
@@ -137,7 +137,7 @@ class FakeBackend:
         if self.refusal:
             raise wire.from_line(self.refusal)
         FAKE.check_params(request)
-        if request.operation in ("chat", "speech") and not request.stages:  # the toy has other stages
+        if request.operation in ("chat", "completion", "speech") and not request.stages:  # the toy has other stages
             toy.check(request)
 
     def _pieces(self, request: GenerateRequest) -> Iterator[Piece]:
@@ -151,7 +151,7 @@ class FakeBackend:
         total = len(words) if request.operation == "speech" else request.sampling.max_tokens or 3
         samples = 0
         for i in range(total):
-            if request.operation == "chat":
+            if request.operation in ("chat", "completion"):
                 text = msgspec.structs.replace(self.extra, text=f"w{i} ")
                 yield Piece(Event("text", output="text", index=i, piece=text), text.text)
             if request.operation == "speech" or "audio" in request.modalities:

@@ -70,6 +70,12 @@ def bodies(model: str) -> dict[str, list[dict[str, Any]]]:
              "audio": {"voice": "sine", "format": "wav"}, "stages": {"words": {"hold_after": None}},
              "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
         ],
+        "/v1/completions": [
+            {"model": model, "prompt": "once", "max_tokens": 3, "n": 2, "seed": 1, "logprobs": 2, "stop": ["a"],
+             "echo": False, "best_of": 2},
+            {"model": model, "prompt": ["once", "upon"], "stream": True, "stream_options": {"include_usage": True},
+             "temperature": 0.5, "top_p": 0.9, "logit_bias": {"5": 1.0}, "deadlines": {"total_s": 9.0}},
+        ],
         "/v1/audio/speech": [
             {"model": model, "input": "one two", "voice": "sine", "response_format": "wav", "speed": 1.0},
             {"model": model, "input": "one two", "voice": {"id": "sine"}, "stream_format": "sse"},

@@ -66,6 +66,18 @@ def test_text_answer_is_right_and_opens_no_speech_stage(sdk: OpenAI, chat_server
     assert grown == {'omni_stage_runs_opened_total{pipeline="chat",stage="thinker"}'}
 
 
+def test_a_text_is_continued_without_the_chat_template(sdk: OpenAI) -> None:
+    prompt = "The capital of France is"
+    answer = sdk.completions.create(model="chat", prompt=prompt, max_tokens=8, temperature=0, logprobs=2)
+    [choice] = answer.choices
+    assert "Paris" in choice.text
+    assert choice.logprobs is not None and len(choice.logprobs.tokens or ()) == 8
+    assert answer.usage is not None and answer.usage.prompt_tokens == 5, "a template would add its tokens"
+    with pytest.raises(BadRequestError) as caught:
+        sdk.completions.create(model="chat", prompt="word " * 4000)
+    assert caught.value.param == "prompt" and "context of this deployment" in caught.value.message
+
+
 def test_speech_starts_before_the_text_has_ended_and_equals_the_whole(sdk: OpenAI) -> None:
     text, pcm, order = [], [], []
     for chunk in spoken(sdk, stream=True):

@@ -95,6 +95,14 @@ def test_speech_as_pcm_is_exact(sdk: openai.OpenAI) -> None:
     assert data == pcm(4)
 
 
+def test_texts_are_continued(sdk: openai.OpenAI) -> None:
+    answer = sdk.completions.create(model="toy", prompt=["one two three", "four"], max_tokens=5)
+    assert [choice.text for choice in answer.choices] == [words(5)] * 2
+    assert answer.usage is not None and answer.usage.prompt_tokens == 4
+    chunks = list(sdk.completions.create(model="toy", prompt="one", max_tokens=50, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == words(50)
+
+
 def test_text_alone_opens_no_speech_stage(sdk: openai.OpenAI, toy: RunningServer) -> None:
     complete(sdk, max_tokens=1, **SPOKEN)  # makes every counter exist
     name = 'omni_stage_runs_opened_total{pipeline="toy",stage="wave"}'

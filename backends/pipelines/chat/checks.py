@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from triton_omni.backends.ar.completions import COMPLETION, check_completion
 from triton_omni.backends.ar.sampling import stage_sampling
 from triton_omni.backends.codec.engine import RunOptions
 from triton_omni.backends.core.errors import BadRequest
@@ -33,6 +34,8 @@ def check(request: GenerateRequest) -> None:
         _check_speech(request)
     if request.operation == "transcription":
         _check_transcription(request)
+    if request.operation == COMPLETION:
+        check_completion(request)
     _check_options(request)
 
 

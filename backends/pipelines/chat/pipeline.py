@@ -6,6 +6,7 @@ Read by the thin Triton stubs as well, so nothing heavy is imported outside the 
 
 from __future__ import annotations
 
+from triton_omni.backends.ar.completions import completion_by
 from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.engine import Engine
 from triton_omni.backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
@@ -59,6 +60,7 @@ PIPELINE = Pipeline(
         Operation("chat", "thinker", ("text",)),
         Operation("speech", "talker", ("audio",)),
         Operation("transcription", "transcriber", ("transcript",)),
+        completion_by("thinker"),
     ),
     check=check,
     about={

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from triton_omni.backends.ar.completions import COMPLETION, check_completion
 from triton_omni.backends.ar.environment import worker_environment
 from triton_omni.backends.config.paths import engine_python
 from triton_omni.backends.core.engine import Engine, Run
@@ -60,11 +61,13 @@ class ChatPromptBuilder:
         self._chats = ChatEncoder(tokenizer, template)
 
     def check(self, run: Run) -> None:
-        check_messages(run.request)
+        (check_completion if run.request.operation == COMPLETION else check_messages)(run.request)
 
     def build(self, run: Run, transcripts: Sequence[str]) -> LlmPrompt:
         from triton_omni.backends.ar.engine import LlmPrompt
 
+        if run.request.operation == COMPLETION:
+            return LlmPrompt(self._chats.encode_plain(run.request.input))
         texts = iter(transcripts)
         chat = [{"role": _role(m), "content": _content(m, texts)} for m in run.request.messages]
         audio_tokens = sum(len(self._chats.encode_text(transcript.strip())) for transcript in transcripts)

@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from triton_omni.backends.ar.chat_prompts import ChatEncoder
+from triton_omni.backends.ar.completions import COMPLETION
 from triton_omni.backends.ar.engine import LlmPrompt
 from triton_omni.backends.core.audio import check_samples, resampled
 from triton_omni.backends.core.engine import Run
@@ -34,6 +35,8 @@ class OmniPromptBuilder:
         check_messages(run.request)
 
     def build(self, run: Run, transcripts: Sequence[str]) -> LlmPrompt:
+        if run.request.operation == COMPLETION:
+            return LlmPrompt(self._chats.encode_plain(run.request.input))
         chat = [_turn(message, f"messages[{index}]") for index, message in enumerate(run.request.messages)]
         tools = [dict(tool) for tool in run.request.tools] or None
         media: dict[str, list[object]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from triton_omni.backends.ar.completions import COMPLETION, check_completion
 from triton_omni.backends.core.audio import check_rate
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest
@@ -12,6 +13,9 @@ from triton_omni.backends.core.generate import GenerateRequest
 
 def check_messages(request: GenerateRequest) -> None:
     """Raise BadRequest, naming the field, for messages no deployment of this family can read."""
+    if request.operation == COMPLETION:
+        check_completion(request)
+        return
     if not request.messages:
         raise BadRequest("at least one message is needed", "messages")
     _check_videos(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from triton_omni.backends.ar.completions import completion_by
 from triton_omni.backends.ar.environment import worker_environment
 from triton_omni.backends.config.paths import engine_python
 from triton_omni.backends.core.chunk import TensorSpec
@@ -60,7 +61,7 @@ PIPELINE = Pipeline(
     ),
     edges=(Edge("thinker", "talker", talker_input), Edge("talker", "code2wav")),
     outputs=(Output("text", "thinker"), Output("audio", "code2wav")),
-    operations=(Operation("chat", "thinker", ("text",)),),
+    operations=(Operation("chat", "thinker", ("text",)), completion_by("thinker")),
     check=check_for("thinker", "talker", "code2wav"),
     about={
         "sample_rate": 24_000,

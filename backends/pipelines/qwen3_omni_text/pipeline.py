@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from triton_omni.backends.ar.completions import completion_by
 from triton_omni.backends.core.pipeline import Operation, Output, Pipeline
 from triton_omni.backends.pipelines.qwen3_omni.checks import check_for
 from triton_omni.backends.pipelines.qwen3_omni.pipeline import THINKER
@@ -12,6 +13,6 @@ PIPELINE = Pipeline(
     stages=(THINKER,),
     edges=(),
     outputs=(Output("text", "thinker"),),
-    operations=(Operation("chat", "thinker", ("text",)),),
+    operations=(Operation("chat", "thinker", ("text",)), completion_by("thinker")),
     check=check_for("thinker"),
 )

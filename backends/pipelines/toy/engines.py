@@ -185,7 +185,8 @@ def tokens(run: Run, state: ToyRun) -> list[EngineEvent] | None:
     """Stage `tokens`: one word per step, `max_tokens` of them."""
     total = run.request.sampling.max_tokens or DEFAULT_TOKENS
     events: list[EngineEvent] = []
-    prompt = sum(len(p.text.split()) for m in run.request.messages for p in m.parts)
+    texts = [p.text for m in run.request.messages for p in m.parts] or [run.request.input]
+    prompt = sum(len(text.split()) for text in texts)
     if state.made % state.options.output_every == 0:
         first = 0 if state.made else prompt
         events.append(EngineOutput(run, TextPiece(f"w{state.made} ", (state.made,), prompt_tokens=first)))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from triton_omni.backends.ar.completions import COMPLETION, check_completion, completion_by
 from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.engine import Engine
 from triton_omni.backends.core.errors import BadRequest
@@ -31,6 +32,8 @@ def check(request: GenerateRequest) -> None:
         raise BadRequest(f"unknown language '{speech.language}'; available: en", "speech.language")
     if request.operation == "speech" and not request.input.strip():
         raise BadRequest("there is nothing to speak", "input")
+    if request.operation == COMPLETION:
+        check_completion(request)
     if request.operation == "chat" and not request.messages:
         raise BadRequest("at least one message is needed", "messages")
     for stage, given in request.stages.items():
@@ -54,7 +57,11 @@ PIPELINE = Pipeline(
     ),
     edges=(Edge("tokens", "frames", engines.token_of), Edge("frames", "wave", engines.rows_of)),
     outputs=(Output("text", "tokens"), Output("audio", "wave")),
-    operations=(Operation("chat", "tokens", ("text",)), Operation("speech", "frames", ("audio",))),
+    operations=(
+        Operation("chat", "tokens", ("text",)),
+        Operation("speech", "frames", ("audio",)),
+        completion_by("tokens"),
+    ),
     check=check,
     about={"voices": [VOICE], "languages": ["en"], "sample_rate": 24_000},
 )

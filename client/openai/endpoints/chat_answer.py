@@ -31,20 +31,23 @@ class Head:
     model: str
 
 
-def usage_of(*ends: Event) -> Json:
-    """OpenAI's token counts from the end events of all runs. Audio tokens are codec frames."""
+def usage_of(*ends: Event, prompts: int = 1) -> Json:
+    """OpenAI's token counts from the end events of all runs. Audio tokens are codec frames.
+
+    prompts  different prompts of these runs, each with as many runs as the others
+    """
     counts = [{name: int(value) for name, value in end.usage.items()} for end in ends]
     text = sum(count.get("completion_tokens", 0) for count in counts)
     audio_tokens = sum(count.get("audio_tokens", count.get("audio_frames", 0)) for count in counts)
-    first = counts[0]  # the prompt is the same for every run
-    prompt = first.get("prompt_tokens", 0)
+    firsts = counts[:: len(counts) // prompts]  # of the runs of one prompt each has read it
+    prompt = sum(count.get("prompt_tokens", 0) for count in firsts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": text + audio_tokens,
         "total_tokens": prompt + text + audio_tokens,
         "prompt_tokens_details": {
-            "audio_tokens": first.get("prompt_audio_tokens", 0),
-            "cached_tokens": first.get("cached_tokens", 0),
+            "audio_tokens": sum(count.get("prompt_audio_tokens", 0) for count in firsts),
+            "cached_tokens": sum(count.get("cached_tokens", 0) for count in firsts),
         },
         "completion_tokens_details": {
             "text_tokens": text,

@@ -10,7 +10,7 @@ import msgspec
 from triton_omni.backends.wire import Deadlines, GenerateRequest, Sampling, SpeechParams
 from triton_omni.openai.endpoints import image_request
 from triton_omni.openai.endpoints.messages import MessageReader
-from triton_omni.openai.endpoints.schemas import ChatBody, Json, NamedToolChoice, VoiceId
+from triton_omni.openai.endpoints.schemas import ChatBody, CompletionBody, Json, NamedToolChoice, VoiceId
 from triton_omni.openai.http.calls import BackendCall
 from triton_omni.openai.http.context import RequestContext
 from triton_omni.openai.http.errors import invalid, missing, unsupported
@@ -41,8 +41,7 @@ class ChatCall:
 
 async def read_chat(body: ChatBody, context: RequestContext) -> ChatCall:
     """The call. Raises ApiError naming the parameter."""
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "'stream_options' is only for streams: set 'stream' to true.")
+    with_usage = wants_usage(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
     if body.min_tokens:
@@ -52,7 +51,8 @@ async def read_chat(body: ChatBody, context: RequestContext) -> ChatCall:
     modalities = _modalities(body)
     audio_format = _audio_format(body, modalities)
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = _sampling(body, top_logprobs)
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    sampling = sampling_of(body, limit, top_logprobs, _json_schema(body))
     tools, tool_choice = _tools(body)
     image = image_request.image_params(body)
     wants_audio = body.mm_processor_kwargs is not None and body.mm_processor_kwargs.use_audio_in_video is True
@@ -72,20 +72,33 @@ async def read_chat(body: ChatBody, context: RequestContext) -> ChatCall:
         deadlines=body.deadlines or Deadlines(),
         priority=body.priority or 0,
     )
-    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    call = BackendCall(body.model, request, PARAMS | {"sampling.max_tokens": limit}, reader.media.tensors, body.n or 1)
-    with_usage = body.stream_options is not None and body.stream_options.include_usage is True
+    limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    call = BackendCall(
+        body.model, request, PARAMS | {"sampling.max_tokens": limit_name}, reader.media.tensors, body.n or 1
+    )
     return ChatCall(
         call, body.stream is True, with_usage, audio_format, top_logprobs, body.parallel_tool_calls is False
     )
 
 
-def _sampling(body: ChatBody, top_logprobs: int | None) -> Sampling:
+def wants_usage(body: ChatBody | CompletionBody) -> bool:
+    """True if the stream ends with a chunk of its usage. Raises ApiError."""
+    if body.stream_options is None:
+        return False
+    if not body.stream:
+        raise invalid("stream_options", "'stream_options' is only for streams: set 'stream' to true.")
+    return body.stream_options.include_usage is True
+
+
+def sampling_of(
+    body: ChatBody | CompletionBody, max_tokens: int | None, top_logprobs: int | None, json_schema: Json | None = None
+) -> Sampling:
+    """How tokens are chosen. Raises ApiError naming the parameter."""
     stop = body.stop or ()
     return Sampling(
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        max_tokens=max_tokens,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        json_schema=_json_schema(body),
+        json_schema=json_schema,
         temperature=body.temperature,
         top_p=MIN_TOP_P if body.top_p == 0 else body.top_p,  # OpenAI allows 0: the most probable token
         frequency_penalty=body.frequency_penalty,

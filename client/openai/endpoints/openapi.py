@@ -17,6 +17,8 @@ from triton_omni.openai.http.parsing import Strict
 
 BODIES: dict[str, type[Strict]] = {
     "/v1/chat/completions": schemas.ChatBody,
+    "/v1/completions": schemas.CompletionBody,
+    "/v1/embeddings": schemas.EmbeddingBody,
     "/v1/audio/speech": schemas.SpeechBody,
     "/v1/images/generations": schemas.ImageBody,
 }

@@ -27,12 +27,14 @@ MAX_CHOICES = 16
 MAX_IMAGES = 10
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
+MAX_PROMPTS = 2048
 MAX_URL_CHARS = 1 << 27
 """A data URL is a URL; the body's own bound comes first."""
 MAX_SEED = 2**63 - 1
 SIZE_PATTERN = r"^(auto|[0-9]{1,5}x[0-9]{1,5})$"
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+Prompt = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 Url = Annotated[str, Meta(max_length=MAX_URL_CHARS)]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
@@ -41,6 +43,7 @@ LoraScale = Annotated[float, Meta(ge=-100, le=100)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=MAX_SEED)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -285,7 +288,7 @@ class ChatBody(_ImageOptions, kw_only=True):
     top_p: Fraction | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=MAX_SEED)] | None = None
+    seed: Seed | None = None
     logit_bias: dict[str, Bias] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -300,6 +303,44 @@ class ChatBody(_ImageOptions, kw_only=True):
     mm_processor_kwargs: ProcessorOptions | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     chat_template_kwargs: TemplateOptions | None = None
+
+
+# --- completions ---
+
+
+class CompletionBody(_JsonBody, kw_only=True):
+    """POST /v1/completions. `max_tokens` is 16 if it is not sent, as at OpenAI."""
+
+    refused_fields: ClassVar[Reasons] = {"suffix": "is not supported: texts are continued at their end only."}
+    prompt: Prompt | Annotated[list[Prompt | int | list[int]], Meta(min_length=1, max_length=MAX_PROMPTS)]
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
+    echo: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: TokenCount | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=4)] | None = None
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    seed: Seed | None = None
+    logit_bias: dict[str, Bias] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    ignore_eos: bool | None = None
+
+
+class EmbeddingBody(Strict, kw_only=True):
+    """POST /v1/embeddings"""
+
+    ignored_fields: ClassVar[Names] = frozenset(("user",))
+    model: Text
+    input: Text | Annotated[list[Text | int | list[int]], Meta(min_length=1, max_length=MAX_PROMPTS)]
+    dimensions: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
 
 
 # --- audio ---

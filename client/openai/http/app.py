@@ -18,7 +18,7 @@ from starlette.routing import Route
 from triton_omni.backends.telemetry.traces import traces
 from triton_omni.fetch import is_any, is_public
 from triton_omni.openai.backend import Backend
-from triton_omni.openai.endpoints import chat, edits, images, openapi, speech, status, transcriptions
+from triton_omni.openai.endpoints import chat, completions, edits, images, openapi, speech, status, transcriptions
 from triton_omni.openai.http.access import Access
 from triton_omni.openai.http.budget import Budget
 from triton_omni.openai.http.catalogue import Catalogue
@@ -32,6 +32,8 @@ from triton_omni.openai.http.transcripts import Transcripts
 
 ROUTES = (
     Route("/v1/chat/completions", chat.complete, methods=["POST"]),
+    Route("/v1/completions", completions.complete, methods=["POST"]),
+    Route("/v1/embeddings", completions.embed, methods=["POST"]),
     Route("/v1/audio/speech", speech.speak, methods=["POST"]),
     Route("/v1/audio/transcriptions", transcriptions.transcribe, methods=["POST"]),
     Route("/v1/audio/translations", transcriptions.translate, methods=["POST"]),

@@ -112,6 +112,7 @@ class BackendCall:
     params  field of our request → parameter of the OpenAI request
     errors  field of our request → the error to answer instead of the server's
     runs    independent runs of the request; a given seed grows by one with each
+    inputs  of a request for several texts: its `input`s, with as many runs for each as there are for the others
     """
 
     model: str
@@ -119,6 +120,7 @@ class BackendCall:
     params: Mapping[str, str]
     media: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     runs: int = 1
+    inputs: Sequence[str] = ()
     errors: Mapping[str, ApiError] = field(default_factory=dict[str, ApiError])
 
     def error_of(self, error: OmniError) -> ApiError:
@@ -139,11 +141,15 @@ class BackendCall:
 
     def request_of(self, run: int) -> GenerateRequest:
         """The request of one run."""
-        sampling = self.request.sampling
-        if not run or sampling.seed is None:
-            return self.request
-        seed = (sampling.seed + run + SEEDS // 2) % SEEDS - SEEDS // 2
-        return msgspec.structs.replace(self.request, sampling=msgspec.structs.replace(sampling, seed=seed))
+        request, choice = self.request, run
+        if self.inputs:
+            number, choice = divmod(run, self.runs // len(self.inputs))
+            request = msgspec.structs.replace(request, input=self.inputs[number])
+        sampling = request.sampling
+        if not choice or sampling.seed is None:
+            return request
+        seed = (sampling.seed + choice + SEEDS // 2) % SEEDS - SEEDS // 2
+        return msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, seed=seed))
 
 
 def _largest(request: GenerateRequest) -> str:

@@ -22,7 +22,7 @@ def test_models(sdk: openai.OpenAI) -> None:
     entry = sdk.models.retrieve("fake")
     assert (entry.object, entry.owned_by) == ("model", "triton-omni")
     assert entry.model_extra == {
-        "voices": ["sine"], "sample_rate": 24_000, "ready": True, "operations": ["chat", "speech"],
+        "voices": ["sine"], "sample_rate": 24_000, "ready": True, "operations": ["chat", "completion", "speech"],
         "media": ["text", "audio", "image", "video"],
     }  # fmt: skip
     with pytest.raises(openai.NotFoundError):

@@ -117,3 +117,24 @@ def test_the_graph_is_light_enough_for_the_triton_stub() -> None:
     loaded = set(done.stdout.split())
     assert "triton_omni.backends.pipelines.chat.thinker" in loaded
     assert not heavy & loaded
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"input": ""}, "input"),
+        ({"messages": HELLO}, "messages"),
+        ({"modalities": ("text", "audio")}, "modalities"),
+        ({"tools": ({"type": "function"},)}, "tools"),
+    ],
+)
+def test_completions_that_are_refused(fields: dict[str, object], where: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        PIPELINE.check(GenerateRequest(**{"operation": "completion", "input": "Once", **fields}))  # type: ignore[arg-type]
+    assert caught.value.where == where
+
+
+def test_a_completion_opens_the_thinker_alone() -> None:
+    request = GenerateRequest(operation="completion", input="Once upon a time")
+    accepts(PIPELINE.check, request)
+    assert PIPELINE.plan(request).needed == {"thinker"}
