@@ -70,6 +70,18 @@ def bodies(model: str) -> dict[str, list[dict[str, Any]]]:
              "audio": {"voice": "sine", "format": "wav"}, "stages": {"words": {"hold_after": None}},
              "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
         ],
+        "/v1/responses": [
+            {"model": model, "input": "hello", "max_output_tokens": 3, "store": False, "metadata": {"a": "b"}},
+            {"model": model, "stream": True, "instructions": "s", "temperature": 0.5, "top_p": 0.9, "top_logprobs": 2,
+             "input": [{"role": "user", "content": [{"type": "input_text", "text": "what"},
+                        {"type": "input_image", "image_url": image["image_url"]["url"], "detail": "low"}]}],
+             "include": ["message.output_text.logprobs"], "text": {"format": {"type": "text"}}},
+            {"model": model, "tools": [{"type": "function", **TOOL["function"]}], "parallel_tool_calls": False,
+             "tool_choice": {"type": "function", "name": "f"}, "input": [
+                {"type": "message", "role": "user", "content": "x"}, {"type": "reasoning", "id": "r", "summary": []},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "y"}]},
+        ],
         "/v1/completions": [
             {"model": model, "prompt": "once", "max_tokens": 3, "n": 2, "seed": 1, "logprobs": 2, "stop": ["a"],
              "echo": False, "best_of": 2},

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -39,8 +40,8 @@ class ChatCall:
     one_call: bool
 
 
-async def read_chat(body: ChatBody, context: RequestContext) -> ChatCall:
-    """The call. Raises ApiError naming the parameter."""
+async def read_chat(body: ChatBody, context: RequestContext, params: Sequence[str] = ()) -> ChatCall:
+    """The call. Raises ApiError naming the parameter; `params` are other names of the messages than `messages[i]`."""
     with_usage = wants_usage(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
@@ -57,7 +58,7 @@ async def read_chat(body: ChatBody, context: RequestContext) -> ChatCall:
     image = image_request.image_params(body)
     wants_audio = body.mm_processor_kwargs is not None and body.mm_processor_kwargs.use_audio_in_video is True
     reader = MessageReader(context, body.model, with_video_audio=wants_audio)
-    messages = await reader.read(body.messages)
+    messages = await reader.read(body.messages, params)
     voice = None if body.audio is None else context.services.voice_of(name_of(body.audio.voice))
     request = GenerateRequest(
         operation="chat",

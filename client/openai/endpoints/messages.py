@@ -33,9 +33,10 @@ class MessageReader:
         self._media_count = 0
         self._services = context.services
 
-    async def read(self, messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
-        """All messages. Raises ApiError naming the part."""
-        return tuple([await self._message(m, f"messages[{i}]") for i, m in enumerate(messages)])
+    async def read(self, messages: Sequence[ChatMessage], params: Sequence[str] = ()) -> tuple[Message, ...]:
+        """All messages. Raises ApiError naming the part. `params` names the messages; else they are `messages[i]`."""
+        named = zip(messages, params or [f"messages[{i}]" for i in range(len(messages))], strict=True)
+        return tuple([await self._message(message, param) for message, param in named])
 
     async def _message(self, message: ChatMessage, path: str) -> Message:
         if message.role != "assistant":

@@ -17,6 +17,7 @@ from triton_omni.openai.http.parsing import Strict
 
 BODIES: dict[str, type[Strict]] = {
     "/v1/chat/completions": schemas.ChatBody,
+    "/v1/responses": schemas.ResponsesBody,
     "/v1/completions": schemas.CompletionBody,
     "/v1/embeddings": schemas.EmbeddingBody,
     "/v1/audio/speech": schemas.SpeechBody,
@@ -69,19 +70,25 @@ def document() -> bytes:
         form["required"] = [*form["required"], next(iter(files))]
     bodies = [("application/json", path, kind) for path, kind in BODIES.items()]
     bodies += [("multipart/form-data", path, kind) for path, (kind, _) in FORMS.items()]
-    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     value: Json = {
         "openapi": "3.1.0",
         "info": {"title": "Triton-Omni", "version": "1", "description": "OpenAI's API over pipelines in Triton."},
         "paths": {
             **{path: {"post": _operation(media, kind)} for media, path, kind in bodies},
             **{path: {"get": _operation()} for path in LISTS},
-            "/v1/models/{model}": {"get": {**_operation(), "parameters": [model]}},
+            "/v1/models/{model}": {"get": {**_operation(), "parameters": [_in_path("model")]}},
+            "/v1/responses/{response}": {
+                method: {**_operation(), "parameters": [_in_path("response")]} for method in ("get", "delete")
+            },
         },
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def _in_path(name: str) -> Json:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def _described(components: Json) -> list[type[Strict]]:

@@ -7,7 +7,7 @@ A field that is null counts as not sent. An unknown field is refused, so that a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -43,6 +43,8 @@ LoraScale = Annotated[float, Meta(ge=-100, le=100)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
+MetadataKey = Annotated[str, Meta(max_length=64)]
+MetadataValue = Annotated[str, Meta(max_length=512)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=MAX_SEED)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 
@@ -303,6 +305,127 @@ class ChatBody(_ImageOptions, kw_only=True):
     mm_processor_kwargs: ProcessorOptions | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     chat_template_kwargs: TemplateOptions | None = None
+
+
+# --- responses ---
+
+
+class InputText(msgspec.Struct, kw_only=True, tag_field="type", tag="input_text"):
+    text: Text
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
+    text: Text
+
+
+class InputImage(Strict, kw_only=True, tag_field="type", tag="input_image"):
+    refused_fields: ClassVar[Reasons] = {"file_id": "is not supported: this server keeps no files; send 'image_url'."}
+    image_url: Url
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+ItemPart = InputText | OutputText | RefusalPart | InputImage | InputAudioPart
+OutputPart = InputText | OutputText | InputImage
+
+
+class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    """One turn. `type` may be left out."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[ItemPart], Meta(max_length=MAX_MESSAGES)]
+
+
+class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A call that an earlier response made."""
+
+    call_id: Text
+    name: Text
+    arguments: Text
+
+
+class FunctionOutputItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call_output"):
+    """What a called function has answered."""
+
+    call_id: Text
+    output: Text | Annotated[list[OutputPart], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """Reasoning of another server that a client replays. It is ignored."""
+
+
+class ReferenceItem(msgspec.Struct, kw_only=True, tag_field="type", tag="item_reference"):
+    """An item of the output of a response that is kept."""
+
+    id: Text
+
+
+InputItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem | ReferenceItem
+
+
+class ResponseTool(FunctionTool, kw_only=True, tag_field="type", tag="function"):
+    """A function that the model may call; other types are refused."""
+
+
+class ResponseToolChoice(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
+    name: str
+
+
+class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Meta(max_length=64)] | UnsetType = UNSET
+    schema: Json | UnsetType = UNSET
+    description: Text | UnsetType | None = UNSET
+    strict: bool | UnsetType | None = UNSET
+
+
+class TextOptions(Strict, kw_only=True):
+    ignored_fields: ClassVar[Names] = frozenset(("verbosity",))
+    format: TextFormat | None = None
+
+
+class ResponsesBody(_JsonBody, kw_only=True):
+    """POST /v1/responses"""
+
+    ignored_fields: ClassVar[Names] = _JsonBody.ignored_fields - {"metadata", "store"} | {
+        "reasoning",
+        "max_tool_calls",
+        "access_programs",
+        "image",
+    }
+    refused_fields: ClassVar[Reasons] = {
+        "conversation": "is not supported: continue a response by 'previous_response_id'.",
+        "prompt": "is not supported: this server keeps no prompts; send 'instructions' and 'input'.",
+        "context_management": "is not supported: send less, or start again without 'previous_response_id'.",
+        "background_options": "is not supported: responses are made while their client waits.",
+    }
+    input: Text | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: Text | None = None
+    previous_response_id: Annotated[str, Meta(max_length=200)] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    background: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    max_output_tokens: TokenCount | None = None
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    seed: Seed | None = None
+    include: list[str] | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
+
+    @classmethod
+    def prepare(cls, values: Json) -> None:
+        """Clients leave the type of messages and of references out."""
+        items = values.get("input")
+        for item in cast(list[object], items) if isinstance(items, list) else ():
+            if isinstance(item, dict) and item.keys() & {"role", "id"}:
+                cast(Json, item).setdefault("type", "message" if "role" in item else "item_reference")
 
 
 # --- completions ---

@@ -18,7 +18,17 @@ from starlette.routing import Route
 from triton_omni.backends.telemetry.traces import traces
 from triton_omni.fetch import is_any, is_public
 from triton_omni.openai.backend import Backend
-from triton_omni.openai.endpoints import chat, completions, edits, images, openapi, speech, status, transcriptions
+from triton_omni.openai.endpoints import (
+    chat,
+    completions,
+    edits,
+    images,
+    openapi,
+    responses,
+    speech,
+    status,
+    transcriptions,
+)
 from triton_omni.openai.http.access import Access
 from triton_omni.openai.http.budget import Budget
 from triton_omni.openai.http.catalogue import Catalogue
@@ -28,10 +38,14 @@ from triton_omni.openai.http.guard import Guard
 from triton_omni.openai.http.metrics import ProxyMetrics
 from triton_omni.openai.http.pools import Pools
 from triton_omni.openai.http.settings import Settings
+from triton_omni.openai.http.stored_responses import ResponseStore
 from triton_omni.openai.http.transcripts import Transcripts
 
 ROUTES = (
     Route("/v1/chat/completions", chat.complete, methods=["POST"]),
+    Route("/v1/responses", responses.create, methods=["POST"]),
+    Route("/v1/responses/{response}", responses.show),
+    Route("/v1/responses/{response}", responses.delete, methods=["DELETE"]),
     Route("/v1/completions", completions.complete, methods=["POST"]),
     Route("/v1/embeddings", completions.embed, methods=["POST"]),
     Route("/v1/audio/speech", speech.speak, methods=["POST"]),
@@ -58,6 +72,7 @@ def make_app(backend: Backend, settings: Settings) -> Starlette:
         backend=backend,
         catalogue=Catalogue(backend, settings.models, settings.model_aliases),
         transcripts=Transcripts(),
+        responses=ResponseStore(),
         pools=Pools(),
         budget=Budget(settings.limits.held_bytes),
         metrics=ProxyMetrics(settings.metrics_url),
@@ -69,8 +84,8 @@ def make_app(backend: Backend, settings: Settings) -> Starlette:
     tracer = traces("triton-omni-proxy")
     routes = frozenset(route.path for route in ROUTES)
     cors = Middleware(
-        CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",),
-        expose_headers=EXPOSED_HEADERS,
+        CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",), expose_headers=EXPOSED_HEADERS,
     )  # fmt: skip
     guard = Middleware(Guard, services=services, settings=settings, routes=routes, traces=tracer)
 

@@ -17,6 +17,7 @@ from triton_omni.openai.http.budget import Budget, Share
 from triton_omni.openai.http.catalogue import Catalogue
 from triton_omni.openai.http.metrics import CLIENT_GONE, ProxyMetrics
 from triton_omni.openai.http.pools import Pools
+from triton_omni.openai.http.stored_responses import ResponseStore
 from triton_omni.openai.http.transcripts import Transcripts
 
 _KEY = "triton_omni"
@@ -33,6 +34,7 @@ class Services:
     backend: Backend
     catalogue: Catalogue
     transcripts: Transcripts
+    responses: ResponseStore
     pools: Pools
     budget: Budget
     metrics: ProxyMetrics

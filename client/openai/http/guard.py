@@ -93,8 +93,9 @@ class Guard:
                     metrics.first_byte.labels(route).observe(response.first_byte_s)
 
     def _route(self, path: str) -> str:
-        if path.startswith("/v1/models/"):
-            return "/v1/models/{model}"
+        for prefix, route in (("/v1/models/", "/v1/models/{model}"), ("/v1/responses/", "/v1/responses/{response}")):
+            if path.startswith(prefix):
+                return route
         return path if path in self._routes else "other"
 
     async def _answer(self, scope: Scope, receive: Receive, response: ResponseSender) -> None:

@@ -90,6 +90,10 @@ class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
     refused_fields: ClassVar[Mapping[str, str]] = {}
 
+    @classmethod
+    def prepare(cls, values: Values) -> None:
+        """Complete what clients may leave out and the types need, such as the tag of a union."""
+
 
 def parse_body(kind: type[Body], values: Values, ignored: list[str] | None = None) -> Body:
     """The body as a struct; `values` may be changed. Raises ApiError naming the parameter.
@@ -97,6 +101,8 @@ def parse_body(kind: type[Body], values: Values, ignored: list[str] | None = Non
     Unknown fields that are null count as not sent, whole floats count as integers. Other unknown fields are refused;
     where `ignored` is a list they are dropped and their names are added to it.
     """
+    if issubclass(kind, Strict):
+        kind.prepare(values)
     _clean(values, _type_info(kind), "", ignored)
     try:
         return msgspec.convert(values, kind)
@@ -181,7 +187,8 @@ class _Fault:
         return invalid(param, f"Unknown parameter: '{param}'{hint}", "unknown_parameter")
 
     def _not_a_choice(self, param: str) -> ApiError:
-        choices = ", ".join(repr(choice) for choice in _choices(_type_at(self.kind, self.steps), self.steps))
+        found = _choices(_type_at(self.kind, self.steps)) or _tags(_type_at(self.kind, self.steps[:-1]))
+        choices = ", ".join(repr(choice) for choice in found)
         message = f"Invalid value for '{param}': {self._shown()}. Supported values are: {choices}."
         return unsupported(param, message)
 
@@ -273,5 +280,10 @@ def _inner(node: inspect.Type, step: Step) -> inspect.Type | None:
     return node.value_type if isinstance(node, inspect.DictType) else None
 
 
-def _choices(node: inspect.Type | None, steps: list[Step]) -> list[str | int | bool | None]:
+def _choices(node: inspect.Type | None) -> list[str | int | bool | None]:
     return [value for member in members(node) if isinstance(member, inspect.LiteralType) for value in member.values]
+
+
+def _tags(node: inspect.Type | None) -> list[str | int | None]:
+    """What the tag of a union of structs may be."""
+    return [member.tag for member in members(node) if isinstance(member, inspect.StructType)]

@@ -27,8 +27,19 @@ ToBytes = Callable[[int, Piece], Iterable[bytes]]
 """(run, piece) → the events to send."""
 
 
+def error_event(error: ApiError) -> bytes:
+    """An error as the last event of a stream."""
+    return data(error.body)
+
+
 async def body(
-    pools: Pools, pieces: PieceStream, to_bytes: ToBytes, *, first: bytes = b"", last: bytes = b""
+    pools: Pools,
+    pieces: PieceStream,
+    to_bytes: ToBytes,
+    *,
+    first: bytes = b"",
+    last: bytes = b"",
+    on_error: Callable[[ApiError], bytes] = error_event,
 ) -> AsyncIterator[bytes]:
     """The bytes of a stream: the events of each piece between `first` and `last`, comments while none arrives.
 
@@ -52,7 +63,7 @@ async def body(
         if last:
             yield last
     except ApiError as error:
-        yield data(error.body)
+        yield on_error(error)
 
 
 def _joined(to_bytes: ToBytes, run: int, piece: Piece) -> bytes:
