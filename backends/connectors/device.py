@@ -58,10 +58,14 @@ class DeviceStore(Protocol):
 
 
 class DevicePath:
-    """One link's device store and the state of its negotiation, for the tensors that this end sends."""
+    """One link's device store and the state of its negotiation, for the tensors that this end sends.
 
-    def __init__(self, store: DeviceStore) -> None:
+    shares  False for a link to another host: its GPU tensors go through host memory, pinned by the store
+    """
+
+    def __init__(self, store: DeviceStore, shares: bool = True) -> None:
         self.store = store
+        self._shares = shares
         self.state: State = "host"
         self.reason = "the peer has not named its GPU yet"
         self.peer_has_gpu = False
@@ -70,7 +74,9 @@ class DevicePath:
     def meet(self, peer_name: str, gpu_uuid: str, peer_gpu_uuid: str) -> None:
         """Compare the GPUs of both ends, as their Hello messages name them."""
         self._peer_name, self.peer_has_gpu = peer_name or self._peer_name, bool(peer_gpu_uuid)
-        if not peer_gpu_uuid or not gpu_uuid:
+        if not self._shares:
+            self._use_host("the link is TCP")
+        elif not peer_gpu_uuid or not gpu_uuid:
             self._use_host("the peer has no GPU memory to share" if gpu_uuid else "this GPU's memory cannot be shared")
         elif peer_gpu_uuid != gpu_uuid:
             self._use_host("the peer is on another GPU")

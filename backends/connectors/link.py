@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from triton_omni.backends.connectors.base import PACKET_BYTES, PeerLost
+from triton_omni.backends.connectors.carrier import Buffer
 
 SEND_BUFFER_BYTES = 4 << 20  # the default 208 KiB makes bursts of small chunks wait for the reader
 JOINED = b"J"  # first byte of a joined packet: frames follow, each behind its length; no single packet starts so
@@ -24,7 +25,6 @@ JOINED_FRAMES = 1000  # the kernel takes 1024 parts per packet
 JOINED_BYTES = 48 << 10  # held packets above this are sent, so that the reader can begin
 PACKETS_PER_TURN = 256  # packets read of one busy peer before others are served
 
-Buffer = bytes | bytearray | memoryview
 _U32 = struct.Struct("<I")
 _RECEIVE_BYTES = PACKET_BYTES + len(JOINED) + _U32.size  # one frame of full size that travels as a joined packet
 _FDS_SPACE = socket.CMSG_LEN(2 * array("i").itemsize)
@@ -52,8 +52,18 @@ class Link:
 
     @property
     def backlog_packets(self) -> int:
-        """Packets not yet accepted by the kernel; the caller polls for writability while there are any."""
+        """Packets not yet accepted by the kernel."""
         return 0 if self._broken else len(self._backlog)
+
+    @property
+    def trusted(self) -> bool:
+        """A unix socket is in a private folder or was inherited."""
+        return True
+
+    @property
+    def wants_write(self) -> bool:
+        """The caller is to poll for writability."""
+        return self.backlog_packets > 0
 
     def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
         """Send one packet made of `parts`. Descriptors are duplicated here; the caller keeps its own."""

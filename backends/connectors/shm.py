@@ -18,59 +18,39 @@ import contextlib
 import mmap
 import os
 import struct
-from collections import deque
 from collections.abc import Sequence
-from typing import Annotated
 
-import msgspec
-
-from triton_omni.backends.connectors.base import INLINE_BYTES, LINK_CHUNKS, MESSAGE_BYTES, Credits, PeerLost
+from triton_omni.backends.connectors.base import INLINE_BYTES, MESSAGE_BYTES, Credits, PeerLost
+from triton_omni.backends.connectors.carrier import (
+    ACK,
+    CHUNK,
+    MALFORMED,
+    MESSAGE,
+    U32,
+    Header,
+    Layout,
+    LinkConnector,
+    copy_to,
+    decode_header,
+    encode_header,
+    in_a_row,
+    lay_out,
+    part_of,
+)
 from triton_omni.backends.connectors.device import DevicePath, DeviceStore
-from triton_omni.backends.connectors.link import Buffer, Link, close_all
+from triton_omni.backends.connectors.link import Link, close_all
 from triton_omni.backends.connectors.slab import Extents
 from triton_omni.backends.core.chunk import Chunk, Tensor, TensorSpec
-from triton_omni.backends.core.outputs import OutputPiece
 
 SLAB_BYTES = 64 << 20  # virtual; the kernel backs only pages that were written
 BACKLOG_PACKETS = 64  # packets waiting in user space above which `put` returns False
-TENSOR_ALIGN = 64  # a cache line, and enough for any vector load
 
-MESSAGE, LONG_MESSAGE, CHUNK, ACK, SLAB = b"M", b"L", b"D", b"A", b"S"
+LONG_MESSAGE, SLAB = b"L", b"S"
 DEVICE, DEVICE_ANSWER = b"G", b"R"  # a slab of GPU memory; whether it could be opened: "" or the reason why not
 MAX_REASON_BYTES = 1000
 LONG_MESSAGE_BYTES = 32 << 10  # longer messages (a chat's whole history) travel in a memfd of their own
 INLINE, IN_SLAB, ONE_SHOT, NO_PAYLOAD = range(4)
-_U32 = struct.Struct("<I")
 _KIND_AND_LENGTH = struct.Struct("<cI")
-_GAP = bytes(TENSOR_ALIGN)
-
-
-class Header(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Descriptor of a chunk. `tensors` holds (spec, device, offset in its payload)."""
-
-    slot: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-    run: bytes
-    edge: str
-    index: int
-    last: bool
-    piece: OutputPiece | None
-    tensors: list[tuple[TensorSpec, str, int]]
-    location: int
-    offset: int
-    nbytes: int
-    device_offset: int = -1
-    sent_s: float = 0.0
-
-
-MALFORMED = (msgspec.MsgspecError, struct.error, LookupError, ValueError, ArithmeticError, RuntimeError, OSError)
-"""Raised while reading a packet that is malformed (RuntimeError: too deeply nested) or whose GPU memory is gone."""
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Header).decode
-
-
-Layout = list[tuple[Tensor, int, int]]
-"""Tensors in one payload: each with its offset and its size in bytes."""
 
 
 class _Memfd:
@@ -92,37 +72,23 @@ class _Memfd:
         self.map.close()
 
 
-class ShmConnector:
+class ShmConnector(LinkConnector[Link]):
     """One end of a link between two processes of one host."""
 
     def __init__(self, link: Link, device_store: DeviceStore | None = None, credits: Credits | None = None) -> None:
-        self.link = link
-        self.credits = credits or Credits()
-        self.device = DevicePath(device_store) if device_store is not None else None
+        super().__init__(link, DevicePath(device_store) if device_store is not None else None, credits)
         self._slab: _Memfd | None = None
         self._extents = Extents(SLAB_BYTES)
         self._peer_slab: mmap.mmap | None = None
         self._sent: dict[int, tuple[tuple[bytes, str], int, int]] = {}
         """Slot → what its acknowledgement gives back: a credit, offsets in the slab and on the device (-1: none)."""
-        self._next_slot = 0
-        self._released: list[int] = []
         self._device_slots: set[int] = set()
         """Slots of received chunks with views on the peer's device slab."""
         self._must_settle = False
-        self._arrived: deque[Chunk | bytes] = deque()
-
-    def fileno(self) -> int:
-        return self.link.fileno()
 
     @property
     def in_flight(self) -> int:
-        """Number of chunks put and not yet acknowledged."""
         return len(self._sent)
-
-    @property
-    def buffered(self) -> bool:
-        """True if `get` has an item without asking the kernel, so that no readiness event will announce it."""
-        return bool(self._arrived)
 
     # --- sending -----------------------------------------------------------------------------------------------
     def send(self, message: bytes) -> None:
@@ -134,7 +100,7 @@ class ShmConnector:
         memfd = _Memfd(len(message))
         try:
             memfd.view[:] = message
-            self.link.send((LONG_MESSAGE, _U32.pack(len(message))), (memfd.fd,))
+            self.link.send((LONG_MESSAGE, U32.pack(len(message))), (memfd.fd,))
         finally:
             memfd.close()
 
@@ -145,29 +111,17 @@ class ShmConnector:
         if self.link.backlog_packets >= BACKLOG_PACKETS or not self.credits.free(key):
             return False
         on_device, on_host, device_offset = self._split(chunk)
-        layout, nbytes = _lay_out(on_host)
-        device_layout, _ = _lay_out(on_device)
+        layout, nbytes = lay_out(on_host)
+        device_layout, _ = lay_out(on_device)
         offset, memfd = -1, None
         try:
             location, offset, memfd = self._reserve(nbytes)
             if location is None:
                 self._free(-1, device_offset)
                 return False
-            header = Header(
-                slot=self._next_slot,
-                run=chunk.run,
-                edge=chunk.edge,
-                index=chunk.index,
-                last=chunk.last,
-                piece=chunk.piece,
-                tensors=[(t.spec, "cpu", at) for t, at, _ in layout]
-                + [(t.spec, t.device, at) for t, at, _ in device_layout],
-                location=location,
-                offset=max(offset, 0),
-                nbytes=nbytes,
-                device_offset=device_offset,
-                sent_s=chunk.sent_s,
-            )
+            tensors = [(t.spec, "cpu", at) for t, at, _ in layout]
+            tensors += [(t.spec, t.device, at) for t, at, _ in device_layout]
+            header = self._header(chunk, tensors, nbytes, location, max(offset, 0), device_offset)
             if self.device is not None and device_layout:
                 self.device.store.write([(device_offset + at, tensor) for tensor, at, _ in device_layout])
             self._transmit(header, self._in_host_memory(layout), memfd)
@@ -190,18 +144,10 @@ class ShmConnector:
         announcement = self.device.announcement()
         if announcement is not None:
             self.link.send((DEVICE, announcement))
-        offset = self.device.alloc(_lay_out(on_device)[1])
+        offset = self.device.alloc(lay_out(on_device)[1])
         if offset is None:
             return (), chunk.tensors, -1
         return on_device, [t for t in chunk.tensors if t.device == "cpu"], offset
-
-    def _in_host_memory(self, layout: Layout) -> Layout:
-        """The layout with copies of its GPU tensors, valid until the next call."""
-        on_device = [tensor for tensor, _, _ in layout if tensor.device != "cpu"]
-        if not on_device:
-            return layout
-        copies = iter(self.device.store.to_host(on_device) if self.device else [t.on_host() for t in on_device])
-        return [(t if t.device == "cpu" else next(copies), at, nbytes) for t, at, nbytes in layout]
 
     def _reserve(self, nbytes: int) -> tuple[int | None, int, _Memfd | None]:
         """Reserve room for a payload: (location, offset in the slab, one-shot memfd). Location None: no room now."""
@@ -224,58 +170,30 @@ class ShmConnector:
 
     def _transmit(self, header: Header, layout: Layout, memfd: _Memfd | None) -> None:
         """Write the host payload where `header` says and send the descriptor."""
-        encoded = _encode(header)
+        encoded = encode_header(header)
         front = (_KIND_AND_LENGTH.pack(CHUNK, len(encoded)), encoded)
         if header.location == INLINE:
-            self.link.send((*front, *_in_a_row(layout)))
+            self.link.send((*front, *in_a_row(layout)))
         elif memfd is not None:
-            _write(memfd.view, 0, layout)
+            copy_to(memfd.view, 0, layout)
             self.link.send(front, (memfd.fd,))
         else:
             if header.location == IN_SLAB:
                 assert self._slab is not None
-                _write(self._slab.view, header.offset, layout)
+                copy_to(self._slab.view, header.offset, layout)
             self.link.send(front)
 
     # --- receiving ---------------------------------------------------------------------------------------------
-    def get(self) -> Chunk | bytes | None:
-        if not self._arrived:
-            self._receive()
-        if self._arrived:
-            return self._arrived.popleft()
-        if self.link.lost:
-            raise PeerLost("the peer is gone")
-        return None
-
-    def release(self, chunk: Chunk) -> None:
-        if chunk.slot is None:
-            return
-        self._released.append(chunk.slot)
-        if chunk.slot in self._device_slots:
-            self._device_slots.discard(chunk.slot)
+    def _on_release(self, slot: int) -> None:
+        if slot in self._device_slots:
+            self._device_slots.discard(slot)
             self._must_settle = True
-        chunk.slot = None
-        chunk.tensors = ()
-        if not self.link.joining or len(self._released) >= LINK_CHUNKS:
-            self._acknowledge()
 
-    def send_held(self) -> None:
-        """End of joining: send held packets, acknowledgements as one."""
-        if self._released:
-            self._acknowledge()
-        self.link.send_held()
-
-    def _acknowledge(self) -> None:
-        slots, self._released = self._released, []
+    def _send_acknowledgement(self, slots: bytes) -> None:
         if self._must_settle and self.device is not None:
             self._must_settle = False
             self.device.store.settle()
-        with contextlib.suppress(PeerLost):  # a dead sender needs no acknowledgement; `get` reports the loss
-            self.link.send((ACK, struct.pack(f"<{len(slots)}I", *slots)))
-
-    def flush(self) -> None:
-        """Send packets of the backlog, as far as the kernel accepts them."""
-        self.link.flush()
+        self.link.send((ACK, slots))
 
     def close(self) -> None:
         self._sent.clear()
@@ -308,12 +226,12 @@ class ShmConnector:
         if kind == CHUNK:
             self._arrived.append(self._chunk(body, fds))
         elif kind == ACK:
-            for (slot,) in _U32.iter_unpack(body):
+            for (slot,) in U32.iter_unpack(body):
                 self._acknowledged(slot)
         elif kind == MESSAGE:
             self._arrived.append(bytes(body))
         elif kind == LONG_MESSAGE:
-            length = _U32.unpack(body)[0]
+            length = U32.unpack(body)[0]
             if length > MESSAGE_BYTES:
                 raise ValueError(f"message must be at most {MESSAGE_BYTES} bytes (got {length})")
             with mmap.mmap(fds[0], length, prot=mmap.PROT_READ) as mapping:
@@ -343,17 +261,19 @@ class ShmConnector:
             self.device.store.free(device_offset)
 
     def _chunk(self, body: memoryview, fds: Sequence[int]) -> Chunk:
-        end = 4 + _U32.unpack_from(body)[0]
-        header = _decode(body[4:end])
+        end = 4 + U32.unpack_from(body)[0]
+        header = decode_header(body[4:end])
         payload = body[end:]
         if header.location == IN_SLAB:
             if self._peer_slab is None:
                 raise ValueError("a slab payload before the slab")
-            payload = _part(memoryview(self._peer_slab), header.offset, header.nbytes)
+            payload = part_of(memoryview(self._peer_slab), header.offset, header.nbytes)
         elif header.location == ONE_SHOT:  # unmapped when the last view of it is gone
             payload = memoryview(mmap.mmap(fds[0], header.nbytes, prot=mmap.PROT_READ))
         tensors = [
-            Tensor(spec, _part(payload, at, spec.nbytes)) if device == "cpu" else self._device_tensor(header, spec, at)
+            Tensor(spec, part_of(payload, at, spec.nbytes))
+            if device == "cpu"
+            else self._device_tensor(header, spec, at)
             for spec, device, at in header.tensors
         ]
         if header.device_offset >= 0:
@@ -366,46 +286,3 @@ class ShmConnector:
         if self.device is None:
             raise ValueError("a GPU tensor for an end without a device store")
         return self.device.store.read(header.device_offset + at, spec)
-
-
-def _lay_out(tensors: Sequence[Tensor]) -> tuple[Layout, int]:
-    """Aligned offsets for `tensors` in one payload, and its size in bytes."""
-    placed: Layout = []
-    end = 0
-    for tensor in tensors:
-        nbytes = tensor.spec.nbytes
-        start = -(-end // TENSOR_ALIGN) * TENSOR_ALIGN if nbytes else end
-        placed.append((tensor, start, nbytes))
-        end = start + nbytes
-    return placed, end
-
-
-def _part(payload: memoryview, offset: int, nbytes: int) -> memoryview:
-    """`nbytes` of a payload from `offset` on; raises ValueError if they are not all inside it."""
-    if not 0 <= offset <= offset + nbytes <= len(payload):
-        raise ValueError(f"bytes {offset} to {offset + nbytes} of a payload of {len(payload)}")
-    return payload[offset : offset + nbytes]
-
-
-def _write(target: memoryview, offset: int, layout: Layout) -> None:
-    """Copy tensors to their offsets, from `offset` on: the one copy of a hop."""
-    for tensor, at, nbytes in layout:
-        if nbytes:
-            target[offset + at : offset + at + nbytes] = memoryview(tensor.data).cast("B")
-
-
-def _in_a_row(layout: Layout) -> list[Buffer]:
-    """A payload in parts: the tensors' bytes and the gaps that align them."""
-    parts: list[Buffer] = []
-    end = 0
-    for tensor, at, nbytes in layout:
-        if not nbytes:
-            continue
-        data = memoryview(tensor.data).cast("B")
-        if len(data) != nbytes:
-            raise ValueError(f"tensor '{tensor.name}' must have {nbytes} bytes (got {len(data)})")
-        if at > end:
-            parts.append(_GAP[: at - end])
-        parts.append(data)
-        end = at + nbytes
-    return parts

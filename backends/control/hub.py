@@ -13,8 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -22,6 +23,7 @@ from triton_omni.backends.connectors.base import PeerLost
 from triton_omni.backends.connectors.device import DeviceStore
 from triton_omni.backends.connectors.link import Link
 from triton_omni.backends.connectors.shm import ShmConnector
+from triton_omni.backends.control.address import Address, host_token, parse_address
 from triton_omni.backends.control.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -31,6 +33,10 @@ from triton_omni.backends.control.messages import (
     encode,
 )
 from triton_omni.backends.core.chunk import Chunk
+
+if TYPE_CHECKING:
+    from triton_omni.backends.connectors.tcp import TcpConnector, TcpLink
+    from triton_omni.backends.control.tcp_links import LinkSettings, TcpLinks
 
 log = logging.getLogger("triton_omni.control")
 
@@ -48,13 +54,14 @@ class Lost:
 
 
 class Peer:
-    """A process at the other end of a link. `name` is from its HelloMessage."""
+    """A process at the other end of a link. `name` and `listens_at` are from its HelloMessage."""
 
-    def __init__(self, hub: Hub, connector: ShmConnector, address: str = "") -> None:
+    def __init__(self, hub: Hub, connector: ShmConnector | TcpConnector, address: str = "") -> None:
         self._hub = hub
         self.connector = connector
         self.address = address
         self.name = ""
+        self.listens_at = ""
         self.lost = False
 
     def send(self, message: AnyMessage) -> bool:
@@ -84,7 +91,9 @@ class Peer:
 class Hub:
     """The links of one process.
 
-    One thread owns it and calls `poll`; `post` and `wake` are the only calls allowed from other threads.
+    One thread owns it and calls `poll`; `post` and `wake` are the only calls allowed from other threads. With
+    `links` it also dials processes of other hosts, and listens for them if it has an `address` or `joinable` is set.
+    Raises OSError if it cannot listen.
     """
 
     def __init__(
@@ -93,10 +102,12 @@ class Hub:
         address: Path | None = None,
         stores: StoreFactory = lambda: None,
         gpu_uuid: str = "",
+        links: LinkSettings | None = None,
+        joinable: bool = False,
     ) -> None:
         self.name = name
         self.gpu_uuid = gpu_uuid
-        self.address = str(address) if address else ""
+        self._path = address
         self._stores = stores
         self._selector = selectors.EpollSelector()
         self._by_address: dict[str, Peer] = {}
@@ -106,12 +117,27 @@ class Hub:
         self._posted: deque[object] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._awake = threading.Event()
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
         self._listener: socket.socket | None = None
         self._accept_again_s: float | None = None
+        self._tcp: TcpLinks | None = None
+        try:
+            self._listen(address, links, joinable)
+        except OSError:
+            self.close()
+            raise
+        tcp = self._tcp.address if self._tcp is not None else ""
+        self.address = str(Address(str(address or ""), tcp, host_token() if tcp else ""))
+        """Where others reach this process: control.address; "" if it does not listen."""
+
+    def _listen(self, address: Path | None, links: LinkSettings | None, joinable: bool) -> None:
         if address is not None:
             self._listener = listen(address)
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        if links is not None:
+            from triton_omni.backends.control.tcp_links import TcpLinks
+
+            self._tcp = TcpLinks(self, self._selector, links, listens=joinable or address is not None)
 
     # --- from any thread -----------------------------------------------------------------------------------------
     def post(self, item: object) -> None:
@@ -130,38 +156,51 @@ class Hub:
         """The link to a listening process, made on first use; raises PeerLost if no process listens there."""
         peer = self._by_address.get(address)
         if peer is None or peer.lost:
+            try:
+                where = parse_address(address)
+            except ValueError as error:
+                raise PeerLost(str(error)) from None
+            peer = self._by_address[address] = self._connect(where, address)
+        return peer
+
+    def _connect(self, where: Address, address: str) -> Peer:
+        if where.is_local:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
             try:
-                sock.connect(address)  # never waits: a full backlog of the listener refuses at once
+                sock.connect(where.path)  # never waits: a full backlog of the listener refuses at once
             except OSError as error:
                 sock.close()
-                raise PeerLost(f"no process listens there ({error.strerror})") from None
-            peer = self._by_address[address] = self.adopt(sock, address)
+                if not where.tcp:
+                    raise PeerLost(f"no process listens there ({error.strerror})") from None
+            else:
+                return self.adopt(sock, address)
+        if self._tcp is None or not where.tcp:
+            raise PeerLost("the address is on another host, and `links` are not deployed")
+        peer = self._tcp.dial(where.tcp)
+        peer.address = address
         return peer
 
     def adopt(self, sock: socket.socket, address: str = "") -> Peer:
         """Make a link of a connected socket."""
-        peer = Peer(self, ShmConnector(Link(sock), self._stores()), address)
-        self._selector.register(sock, selectors.EVENT_READ, peer)
+        return self._add(ShmConnector(Link(sock), self._stores()), address)
+
+    def _add(self, connector: ShmConnector | TcpConnector, address: str) -> Peer:
+        peer = Peer(self, connector, address)
+        self._selector.register(connector.fileno(), selectors.EVENT_READ, partial(self.serve, peer))
         self._peers[peer] = None
-        peer.send(HelloMessage(PROTOCOL_VERSION, self.name, self.gpu_uuid))
+        peer.send(HelloMessage(PROTOCOL_VERSION, self.name, self.gpu_uuid, self.address))
         return peer
 
     def poll(self, timeout_s: float | None) -> list[tuple[Peer | None, object]]:
         """Received (peer, message | chunk | Lost) and posted (None, item) entries, in order per peer."""
         if self._accept_again_s is not None:
             timeout_s = self._wait_to_accept(self._accept_again_s, timeout_s)
+        if self._tcp is not None:
+            timeout_s = self._tcp.expire(timeout_s)
         if self._ready or self._posted:
             timeout_s = 0
         for key, mask in self._selector.select(timeout_s):
-            if key.fileobj == self._wake_fd:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake_fd)
-                self._awake.clear()  # after the read: a wake between clear and read would disable all later ones
-            elif key.data is None:
-                self._accept()
-            else:
-                self._serve(key.data, mask)
+            key.data(mask)
         items = list(self._ready)
         self._ready.clear()
         items += [(None, self._posted.popleft()) for _ in range(len(self._posted))]
@@ -190,27 +229,45 @@ class Hub:
 
     def watch(self, peer: Peer) -> None:
         """Poll for writability exactly while packets wait."""
-        waiting = peer.connector.link.backlog_packets > 0
+        waiting = peer.connector.link.wants_write
         if waiting != (peer in self._writing):
             (self._writing.add if waiting else self._writing.discard)(peer)
             mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if waiting else 0)
-            self._selector.modify(peer.connector.link.socket, mask, peer)
+            self._selector.modify(peer.connector.fileno(), mask, partial(self.serve, peer))
 
     def close(self) -> None:
         """Close every link and the listening socket."""
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, Peer):
-                key.data.lost = True
-                key.data.connector.close()
+        for peer in self._peers:
+            peer.lost = True
+            peer.connector.close()
+        if self._tcp is not None:
+            self._tcp.close()
         self._selector.close()
         self._awake.set()  # a late `post` must not write to a descriptor that reuses the number
         os.close(self._wake_fd)
         if self._listener is not None:
             self._listener.close()
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.address)
+                os.unlink(str(self._path))
 
-    def _accept(self) -> None:
+    def add_tcp(self, link: TcpLink, address: str) -> Peer:
+        """Make a peer of a TCP stream (for control.tcp_links)."""
+        from triton_omni.backends.connectors.tcp import TcpConnector
+
+        return self._add(TcpConnector(link, self._stores()), address)
+
+    def hang_up_fds(self, peer: Peer) -> tuple[int, ...]:
+        """Descriptors whose hang-up means that a peer is gone; empty while a TCP link is being made."""
+        if self._tcp is not None and not isinstance(peer.connector, ShmConnector):
+            return self._tcp.fds(peer)
+        return (peer.connector.fileno(),)
+
+    def _on_wake(self, mask: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        self._awake.clear()  # after the read: a wake between clear and read would disable all later ones
+
+    def _accept(self, mask: int) -> None:
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
@@ -230,12 +287,22 @@ class Hub:
         if left_s > 0:
             return left_s if timeout_s is None else min(left_s, timeout_s)
         self._accept_again_s = None
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         return timeout_s
 
-    def _serve(self, peer: Peer, mask: int) -> None:
+    def serve(self, peer: Peer, mask: int) -> None:
+        """Handle what the selector reports of a peer's socket."""
         if peer.lost:
             return
+        if not peer.connector.link.trusted:
+            try:
+                if self._tcp is None or not self._tcp.greet(peer):
+                    self.watch(peer)
+                    return
+            except PeerLost as error:
+                self.drop(peer, str(error))
+                return
+            mask = selectors.EVENT_READ | selectors.EVENT_WRITE  # what waits for the greeting on either side
         if mask & selectors.EVENT_WRITE:
             with contextlib.suppress(PeerLost):  # EOF follows and is reported there
                 peer.connector.flush()
@@ -253,23 +320,28 @@ class Hub:
                 if taken >= ITEMS_PER_TURN and not peer.connector.buffered:
                     return  # let other peers proceed; epoll reports the rest again
         except (PeerLost, msgspec.MsgspecError, RecursionError):  # a malformed message ends the link
-            self._drop(peer)
+            self.drop(peer)
 
     def _deliver(self, peer: Peer, item: Chunk | bytes) -> None:
         message = decode(item) if isinstance(item, bytes) else item
         if isinstance(message, HelloMessage):
             if message.version != PROTOCOL_VERSION:
                 raise PeerLost(f"protocol version must be {PROTOCOL_VERSION} (got {message.version})")
-            peer.name = message.name
+            peer.name, peer.listens_at = message.name, message.address
             if peer.connector.device is not None:
                 peer.connector.device.meet(message.name, self.gpu_uuid, message.gpu_uuid)
         else:
             self._ready.append((peer, message))
 
-    def _drop(self, peer: Peer) -> None:
+    def drop(self, peer: Peer, why: str = "") -> None:
+        """Close a link; `poll` reports the loss. `why` is logged."""
         if peer.lost:
             return
+        if why:
+            log.warning("link to %s lost: %s", peer.name or peer.address or "a peer", why)
         peer.lost = True
+        if self._tcp is not None:
+            self._tcp.forget(peer)
         del self._peers[peer]
         self._writing.discard(peer)
         self._selector.unregister(peer.connector.link.socket)

@@ -11,7 +11,7 @@ import msgspec
 
 from triton_omni.backends.core.errors import ErrorInfo
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 INPUTS_EDGE = "@inputs"
 """Edge of the one chunk that brings a run's media tensors, sent just before its Open."""
 OUTPUT_PREFIX = "@"
@@ -22,11 +22,12 @@ class ControlMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class HelloMessage(ControlMessage, frozen=True, array_like=True, tag="hello"):
-    """First message on every link: the sender's name and the UUID of its GPU ("" = none)."""
+    """First message on every link: the sender's name, the UUID of its GPU ("" = none) and where it listens."""
 
     version: int
     name: str
     gpu_uuid: str = ""
+    address: str = ""
 
 
 class OpenMessage(ControlMessage, frozen=True, array_like=True, tag="open"):

@@ -9,13 +9,15 @@ import socket
 import numpy as np
 import pytest
 
+from tests.kit import tcp_ends
 from tests.kit.connector_contract import CHECKS, Carrier, check_name, closing, larger_than_the_slab_takes_another_way
 from tests.kit.fake_cuda import FakeCuda
 from tests.kit.gpu_devices import NEEDS_GPU, CountingSlab, SameProcessSlab, bytes_of, on_gpu, share_slabs
-from triton_omni.backends.connectors import shm
+from triton_omni.backends.connectors import shm, tcp
 from triton_omni.backends.connectors.base import Credits
 from triton_omni.backends.connectors.link import Link
 from triton_omni.backends.connectors.shm import ShmConnector
+from triton_omni.backends.connectors.tcp import tls_contexts
 
 
 def _shm(window, limit):
@@ -28,6 +30,14 @@ def _shm(window, limit):
 def test_shm(check, monkeypatch):
     monkeypatch.setattr(shm, "SLAB_BYTES", 4 << 20)  # the checks fill it; 64 MiB would only cost time
     check(Carrier("shm", _shm, slab_bytes=4 << 20))
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("check", CHECKS, ids=check_name)
+def test_tcp(check, secured, monkeypatch):
+    monkeypatch.setattr(tcp, "WINDOW_BYTES", 4 << 20)
+    contexts = tls_contexts(*tcp_ends.certificates()) if secured else (None, None)
+    check(Carrier("tcp", lambda window, limit: tcp_ends.pair(window, limit, contexts), slab_bytes=4 << 20))
 
 
 class DeviceEnds:
