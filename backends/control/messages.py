@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All control messages between our processes. Everything else on a link is a chunk.
 
-down: Open, Stop, Release          up: Received, Accepted, Progress, Finished, Failed, Ping
+down: Open, Connect, Stop, Release          up: Received, Accepted, Progress, Finished, Failed, Ping
 Outputs for the client are chunks too: their edge is "@" followed by the output's name.
 """
 
@@ -36,7 +36,7 @@ class OpenMessage(ControlMessage, frozen=True, array_like=True, tag="open"):
     request     the client's request as JSON (core.generate)
     reply       address of the orchestrator; "" for a direct call: results go back through the stub
     upstream    stages that will feed the run
-    consumers   consumer stage → address of the instance that accepted this request
+    consumers   stages that the run will feed, each as soon as a ConnectMessage names its instance
     wanted      outputs of this stage the client asked for
     has_inputs  a chunk on INPUTS_EDGE came before this message
     direct      that chunk is the stage's input itself, as one last chunk (a direct call of a consumer stage)
@@ -49,12 +49,20 @@ class OpenMessage(ControlMessage, frozen=True, array_like=True, tag="open"):
     request: bytes
     reply: str = ""
     upstream: tuple[str, ...] = ()
-    consumers: dict[str, str] = {}
+    consumers: tuple[str, ...] = ()
     wanted: tuple[str, ...] = ()
     has_inputs: bool = False
     direct: bool = False
     stall_s: float = 0.0
     optional: tuple[str, ...] = ()
+
+
+class ConnectMessage(ControlMessage, frozen=True, array_like=True, tag="connect"):
+    """A consumer of the run has accepted the request: the instance that listens at `address`."""
+
+    run: bytes
+    consumer: str
+    address: str
 
 
 class StopMessage(ControlMessage, frozen=True, array_like=True, tag="stop"):
@@ -166,6 +174,7 @@ class PingMessage(ControlMessage, frozen=True, array_like=True, tag="ping"):
 AnyMessage = (
     HelloMessage
     | OpenMessage
+    | ConnectMessage
     | StopMessage
     | ReleaseMessage
     | ReceivedMessage

@@ -9,9 +9,10 @@ The life of one stage's run, and who moves it on:
     IDLE ──OpenRun──► OPENING ──RunAccepted──► RUNNING ──RunFinished / RunFailed──► CLOSED
                          └────────────RunFailed, OpenFailed────────────────────────────┘
 
-Stages are opened one after the other, consumers first, because a producer's `OpenMessage` has the addresses of
-the consumer instances that accepted. A request ends exactly once (`EndRequest`); after it only `StopRun`,
-`ReleaseOutput`, `CloseRun` and `ForgetRequest` follow. `ForgetRequest` comes when every run that was opened is closed.
+All stages are opened at once, producers first: they have the most to do before the first output. A producer gets to
+know each consumer's instance when both have accepted (`ConnectConsumer`). A request ends exactly once (`EndRequest`);
+after it only `StopRun`, `ReleaseOutput`, `CloseRun` and `ForgetRequest` follow. `ForgetRequest` comes when every run
+that was opened is closed.
 
 Beside outputs that the request needs there may be optional ones. A stage that leads to optional outputs alone may fail
 or be late: these outputs end with a reason (`missing`), the runs that only they need are stopped, the rest goes on.
@@ -143,6 +144,14 @@ class StopRun:
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectConsumer:
+    """A stage may send to one of its consumers: both have accepted."""
+
+    stage: str
+    consumer: str
+
+
+@dataclass(frozen=True, slots=True)
 class DropConsumer:
     """A stage goes on without one of its consumers."""
 
@@ -176,7 +185,17 @@ class ForgetRequest:
     """Nothing more will happen: forget the request."""
 
 
-RequestAction = OpenRun | EmitOutput | ReleaseOutput | StopRun | DropConsumer | CloseRun | EndRequest | ForgetRequest
+RequestAction = (
+    OpenRun
+    | EmitOutput
+    | ReleaseOutput
+    | StopRun
+    | ConnectConsumer
+    | DropConsumer
+    | CloseRun
+    | EndRequest
+    | ForgetRequest
+)
 
 
 @dataclass(eq=False)
@@ -213,6 +232,13 @@ class RequestMachine:
         return self.outcome is None and bool(self._required) and self._all_closed(self._required)
 
     @property
+    def may_be_refused(self) -> bool:
+        """True while a stage that the request needs has not accepted: a refusal must come before any output."""
+        if self.outcome is not None or RunState.OPENING not in self.runs.values():
+            return False
+        return any(state is RunState.OPENING and not self.is_optional(stage) for stage, state in self.runs.items())
+
+    @property
     def open_runs(self) -> list[str]:
         """Stages whose runs are opening or running."""
         return [s for s, state in self.runs.items() if state in (RunState.OPENING, RunState.RUNNING)]
@@ -225,7 +251,7 @@ class RequestMachine:
         """Take one event, return what has to be done, in order."""
         match event:
             case RequestAdmitted():
-                return self._open_next()
+                return self._open_all()
             case RunAccepted(stage):
                 return self._accepted(stage)
             case OutputArrived(output, item):
@@ -246,15 +272,13 @@ class RequestMachine:
                     return self._give_up(left, error)
                 return self._cut(Outcome.FAILED, error)
 
-    def _open_next(self) -> list[RequestAction]:
-        """Open the next stage, unless one is still opening or the request is over."""
-        if self.outcome is not None or RunState.OPENING in self.runs.values():
+    def _open_all(self) -> list[RequestAction]:
+        """Open every stage, unless the request is over."""
+        idle = [stage for stage, state in reversed(self.runs.items()) if state is RunState.IDLE]
+        if self.outcome is not None:
             return []
-        for stage, state in self.runs.items():
-            if state is RunState.IDLE:
-                self.runs[stage] = RunState.OPENING
-                return [OpenRun(stage)]
-        return []
+        self.runs |= dict.fromkeys(idle, RunState.OPENING)
+        return [OpenRun(stage) for stage in idle]
 
     def _accepted(self, stage: str) -> list[RequestAction]:
         if self.runs[stage] is not RunState.OPENING:
@@ -262,8 +286,15 @@ class RequestMachine:
         self.runs[stage] = RunState.RUNNING
         # A run accepted after the end was opened before it: no stop was sent to it yet.
         if self.outcome is not None or stage in self.unneeded:
-            return [StopRun(stage), *self._open_next()]
-        return [*self._dropped_by([stage]), *self._open_next()]
+            return [StopRun(stage)]
+        running = {s for s, state in self.runs.items() if state is RunState.RUNNING} - self.unneeded
+        gone = {s for s, state in self.runs.items() if state is RunState.CLOSED} | self.unneeded
+        pipeline = self.pipeline
+        return [
+            *(DropConsumer(stage, consumer) for consumer in sorted(pipeline.downstream(stage, gone))),
+            *(ConnectConsumer(producer, stage) for producer in sorted(pipeline.upstream(stage, running))),
+            *(ConnectConsumer(stage, consumer) for consumer in sorted(pipeline.downstream(stage, running))),
+        ]
 
     def _arrived(self, output: str, item: object) -> list[RequestAction]:
         if self.outcome is not None or output not in self.emitted or output in self.missing:
@@ -308,10 +339,8 @@ class RequestMachine:
             if self.runs[stage] is RunState.IDLE:
                 self.runs[stage] = RunState.CLOSED
         running = [s for s in self.runs if self.runs[s] is RunState.RUNNING and s not in self.unneeded]
-        return [*actions, *self._dropped_by(running), *self._completed(), *self._open_next()]
-
-    def _dropped_by(self, stages: list[str]) -> list[RequestAction]:
-        return [DropConsumer(s, c) for s in stages for c in sorted(self.pipeline.downstream(s, self.unneeded))]
+        dropped = [DropConsumer(s, c) for s in running for c in sorted(self.pipeline.downstream(s, self.unneeded))]
+        return [*actions, *dropped, *self._completed()]
 
     def _completed(self) -> list[RequestAction]:
         """End the request if all its outputs have ended; forget it if all runs have."""

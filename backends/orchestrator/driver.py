@@ -282,19 +282,22 @@ class Orchestrator:
         self._deliver(state, life.OutputArrived(output, (peer, chunk)), chunk.nbytes)
 
     def _deliver(self, state: RequestState, event: life.RequestEvent, nbytes: int | None) -> None:
-        """Apply an output or a run's end, in order, once the client has read enough of what was sent before.
+        """Apply an output or a run's end, in order, once no stage may refuse the request any more and the client has
+        read enough of what was sent before.
 
         An output that waits holds its credit, so that the stage pauses.
         """
-        if state.deferred or (nbytes is not None and not state.has_room(nbytes)):
-            state.blocked_s = self._clock() if state.blocked_s is None else state.blocked_s
+        opening = state.machine.may_be_refused
+        if state.deferred or opening or (nbytes is not None and not state.has_room(nbytes)):
+            if not opening and state.blocked_s is None:
+                state.blocked_s = self._clock()
             state.deferred.append((event, nbytes or 0))
         else:
             self._apply(state, event)
 
     def _resume(self, state: RequestState) -> None:
         """Apply what waits for the client and may go on now."""
-        while state.deferred and state.has_room(state.deferred[0][1]):
+        while state.deferred and not state.machine.may_be_refused and state.has_room(state.deferred[0][1]):
             state.last_activity_s = self._clock()
             self._apply(state, state.deferred.popleft()[0])
         if not state.deferred:
@@ -388,6 +391,8 @@ class Orchestrator:
                     peer.release(chunk)
                 case life.StopRun(stage):
                     self._stop(state, stage)
+                case life.ConnectConsumer(stage, consumer):
+                    self._connect(state, stage, consumer)
                 case life.DropConsumer(stage, consumer):
                     self._stop(state, stage, consumer)
                 case life.CloseRun(stage, lost):
@@ -396,7 +401,7 @@ class Orchestrator:
                     self._end(state, action)
                 case life.ForgetRequest():
                     self._forget(state)
-        if state.deferred and state.machine.outcome is not None:
+        if state.deferred and (state.machine.outcome is not None or isinstance(event, life.RunAccepted)):
             self._resume(state)  # the machine releases outputs and closes runs that have ended meanwhile
 
     def _stop(self, state: RequestState, stage: str, consumer: str = "") -> None:
@@ -404,10 +409,14 @@ class Orchestrator:
         assert peer is not None, "a run is stopped when a worker has it"
         peer.send(msg.StopMessage(state.run, consumer))
 
+    def _connect(self, state: RequestState, stage: str, consumer: str) -> None:
+        producer = state.runs[stage].worker
+        assert producer is not None, "a run that was accepted has a worker"
+        producer.send(msg.ConnectMessage(state.run, consumer, state.runs[consumer].address))
+
     def _open(self, state: RequestState, stage: str) -> None:
         machine, run = state.machine, state.run
         fed = self.pipeline.downstream(stage, machine.needed - machine.unneeded)
-        consumers = {target: state.runs[target].address for target in fed}
         taken = (spec.name for spec in self.pipeline.stage(stage).inputs)
         media = {name: state.arrival.media[name] for name in taken if name in state.arrival.media}
         message = msg.OpenMessage(
@@ -416,7 +425,7 @@ class Orchestrator:
             state.encoded,
             reply=self.hub.address,
             upstream=tuple(sorted(self.pipeline.upstream(stage, machine.needed))),
-            consumers=consumers,
+            consumers=tuple(sorted(fed)),
             wanted=tuple(o for o in machine.emitted if self.pipeline.output(o).stage == stage),
             has_inputs=bool(media),
             stall_s=state.limits.stall_s,

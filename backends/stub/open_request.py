@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validates the `open` tensor of a stage model. Any client of the server can send one; only the orchestrator should.
 
-A message that cannot be from this server's orchestrator is refused: every address must be in the server's private
+A message that cannot be from this server's orchestrator is refused: its address must be in the server's private
 folder, whose name clients do not know, and the message must match the stage's edges and outputs. A client can
 therefore neither make a worker connect to a socket of its choice nor put it into an unexpected state.
 """
@@ -27,13 +27,12 @@ def read_open(data: bytes, pipeline: Pipeline, stage: str, run_dir: Path, has_in
         raise BadRequest(f"not an Open message: {error}", wire.OPEN) from None
     if not isinstance(message, msg.OpenMessage):
         raise BadRequest("not an Open message", wire.OPEN)
-    addresses = (message.reply, *message.consumers.values())
     sources = {e.source for e in pipeline.edges if e.target == stage}
     targets = {e.target for e in pipeline.edges if e.source == stage}
     outputs = {o.name for o in pipeline.outputs if o.stage == stage}
     genuine = (
         len(message.run) == RUN_ID_BYTES
-        and all(Path(address).parent == run_dir for address in addresses)
+        and Path(message.reply).parent == run_dir
         and not message.direct
         and message.has_inputs == has_inputs
         and sources.issuperset(message.upstream)

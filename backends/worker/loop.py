@@ -15,6 +15,7 @@ from triton_omni.backends.control.messages import (
     INPUTS_EDGE,
     OUTPUT_PREFIX,
     AcceptedMessage,
+    ConnectMessage,
     FailedMessage,
     FinishedMessage,
     OpenMessage,
@@ -90,6 +91,8 @@ class Worker:
                 self._on_chunk(peer, item)
             case OpenMessage():
                 self._on_open(peer, item)
+            case ConnectMessage():
+                self._on_connect(peer, item)
             case StopMessage(run=run, consumer=consumer):
                 self._on_stop(run, consumer)
             case ReleaseMessage(run=run):
@@ -124,16 +127,8 @@ class Worker:
                 self._feed_direct(record, inputs)
 
     def _record(self, stub: Peer, reply: Peer, message: OpenMessage, inputs: tuple[Tensor, ...]) -> Record:
-        """The run's record; raises Unavailable if a consumer is gone."""
         name = self.stage.name
-        sinks: dict[str, Sink] = {}
-        for target, at in message.consumers.items():
-            optional = target in message.optional
-            try:
-                sinks[target] = Sink(self._connect(at, target), name, True, optional)
-            except Unavailable:
-                if not optional:
-                    raise
+        sinks = {target: Sink(None, name, True, target in message.optional) for target in message.consumers}
         sinks |= {(edge := OUTPUT_PREFIX + name): Sink(reply, edge, False) for name in message.wanted}
         if not message.reply and not message.wanted:  # a direct call of a stage without client outputs
             sinks[OUTPUT_PREFIX] = Sink(reply, OUTPUT_PREFIX, True)
@@ -148,6 +143,20 @@ class Worker:
         )
         sources = {source: Source() for source in message.upstream}
         return Record(run, stub, reply, sinks, sources, message.stall_s, self._clock())
+
+    def _on_connect(self, peer: Peer, message: ConnectMessage) -> None:
+        record = self.records.get(message.run)
+        sink = record.sinks.get(message.consumer) if record is not None and peer is record.reply else None
+        if record is None or sink is None or record.end_sent:
+            return  # late: the run is over, or goes on without this consumer
+        try:
+            sink.peer = self._connect(message.address, message.consumer)
+            self._unsettled[record] = None
+        except Unavailable as error:
+            if sink.optional:
+                self._drop_sink(record, message.consumer)
+            else:
+                self._fail(record, error)
 
     def _connect(self, address: str, whom: str) -> Peer:
         try:
@@ -317,7 +326,7 @@ class Worker:
         """Send what there is credit for; tell the stub of runs that are over and whose chunks are all out."""
         for record in list(self._unsettled):
             clear = self._pump(record)
-            record.run.blocked = not clear
+            record.run.blocked = any(sink.is_full for sink in record.sinks.values())
             # The stub lets go of a run that has ended. If we died then with `Accepted` unsent, none could report it.
             if not clear or (record.ended is not None and record.reply.connector.link.backlog_packets):
                 continue
@@ -350,7 +359,7 @@ class Worker:
             request_id = record.run.request_id
             log.warning("request %s failed: %s", request_id, info.error().line(), extra=about(request_id, info.error()))
         for key, sink in record.sinks.items():
-            if not key.startswith(OUTPUT_PREFIX):
+            if sink.peer is not None and not key.startswith(OUTPUT_PREFIX):
                 sink.peer.send(FailedMessage(record.run.id, info))
         self._cut(record, FailedMessage(record.run.id, info), engine_has_it)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from triton_omni.backends.connectors.base import WINDOW_CHUNKS
 from triton_omni.backends.control.hub import Peer
 from triton_omni.backends.control.messages import FailedMessage, FinishedMessage, RunStats, Transfer
 from triton_omni.backends.core.chunk import Chunk, Tensor
@@ -17,11 +18,12 @@ from triton_omni.backends.core.outputs import OutputPiece
 class Sink:
     """Where chunks of one run go: a consumer stage, or the client ("@name"). Waits when there is no credit.
 
+    peer      None until the consumer's instance is known
     feeds     takes what the stage sends: a consumer stage, or the stub of a direct call
     optional  the run goes on if this consumer is lost
     """
 
-    peer: Peer
+    peer: Peer | None
     edge: str
     feeds: bool
     optional: bool = False
@@ -36,9 +38,14 @@ class Sink:
         self.index += 1
         self.closed = last
 
+    @property
+    def is_full(self) -> bool:
+        """True if the run should pause: its consumer takes no more, or is not known yet and has enough waiting."""
+        return len(self.queue) >= (1 if self.peer is not None else WINDOW_CHUNKS)
+
     def pump(self, now_s: float) -> None:
         """Send what there is credit for."""
-        while self.queue:
+        while self.queue and self.peer is not None:
             chunk = self.queue[0]
             chunk.sent_s = now_s
             if not self.peer.put(chunk):

@@ -216,12 +216,13 @@ class Scene:
         self.turn()
 
     def take_call(self) -> tuple[msg.OpenMessage, Callable[[Any], None], Callable[[OmniError], None]]:
-        """The next open call."""
+        """An open call of the request whose calls came first: that of its last consumer."""
         self.until(lambda: self.opener.calls)
-        call, opened, failed = self.opener.calls.pop(0)
-        message = msg.decode(call.message)
-        assert isinstance(message, msg.OpenMessage)
-        return message, opened, failed
+        messages = [msg.decode(call.message) for call, _, _ in self.opener.calls]
+        opens = [message for message in messages if isinstance(message, msg.OpenMessage)]
+        found = max(i for i, message in enumerate(opens) if message.run == opens[0].run)
+        _, opened, failed = self.opener.calls.pop(found)
+        return opens[found], opened, failed
 
     def answer(self, opened: Callable[[Any], None]) -> str:
         """BLS answers an open call."""

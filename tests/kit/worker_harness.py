@@ -23,6 +23,7 @@ from triton_omni.backends.core.pipeline import Pipeline
 from triton_omni.backends.worker.loop import Worker
 
 PATIENCE_TURNS = 2_000
+ACCEPTED_TURNS = 2  # until the orchestrator has taken the worker's connection and read that a run is accepted
 
 
 class Clock:
@@ -45,6 +46,7 @@ class Side:
         self.keeps_chunks = False
         self.texts: list[str] = []
         self.payloads: list[bytes] = []
+        self.links: dict[bytes, Peer] = {}
 
     def read(self) -> None:
         for peer, item in self.hub.poll(0):
@@ -53,6 +55,8 @@ class Side:
             if isinstance(item, msg.PingMessage):
                 continue
             self.got.append(item)
+            if isinstance(item, msg.AcceptedMessage):
+                self.links[item.run] = peer
             if isinstance(item, Chunk):
                 self.payloads.append(b"".join(bytes(t.data) for t in item.tensors))
                 if isinstance(item.piece, TextPiece) and item.piece.text:
@@ -121,12 +125,26 @@ class Bench:
         raise AssertionError(f"it never happened; last seen: {seen}")
 
     def open(self, run: bytes | None = None, **more: Any) -> bytes:
-        """Send an Open as the stub would; returns the run's id."""
+        """Send an Open as the stub would; returns the run's id.
+
+        consumers  consumer → address: the orchestrator connects them when the run has been accepted
+        late       further consumers, for `connect`
+        """
         run = run or os.urandom(16)
         fields: dict[str, Any] = {"reply": self.orchestrator.hub.address} | more
         request = fields.pop("request", None) or chat()
+        addresses = fields.pop("consumers", {})
+        fields["consumers"] = (*addresses, *fields.pop("late", ()))
         self.to_worker.send(msg.OpenMessage(run, "req", encode_request(request), **fields))
+        if addresses:
+            self.turn(ACCEPTED_TURNS)
+            for consumer, address in addresses.items():
+                self.connect(run, consumer, address)
         return run
+
+    def connect(self, run: bytes, consumer: str, address: str) -> None:
+        """Tell the worker which instance of a consumer has accepted, as the orchestrator would."""
+        self.orchestrator.links[run].send(msg.ConnectMessage(run, consumer, address))
 
     def stop(self, run: bytes) -> None:
         self.to_worker.send(msg.StopMessage(run))

@@ -12,6 +12,7 @@ import pytest
 from triton_omni.backends.control import messages
 from triton_omni.backends.control.messages import (
     AcceptedMessage,
+    ConnectMessage,
     FailedMessage,
     FinishedMessage,
     HelloMessage,
@@ -36,7 +37,8 @@ from triton_omni.backends.core.errors import ErrorInfo
 RUN = bytes(range(16))
 FULL = (
     HelloMessage(1, "chat/thinker", "GPU-1"),
-    OpenMessage(RUN, "req", b"{}", "/a.sock", ("x", "y"), {"z": "/z.sock"}, ("text",), True, True, 1.5),
+    OpenMessage(RUN, "req", b"{}", "/a.sock", ("x", "y"), ("z",), ("text",), True, True, 1.5),
+    ConnectMessage(RUN, "z", "/z.sock"),
     StopMessage(RUN),
     ReleaseMessage(RUN),
     ReceivedMessage(RUN),

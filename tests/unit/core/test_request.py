@@ -14,6 +14,7 @@ from triton_omni.backends.core.pipeline import Edge, Operation, Output, Pipeline
 from triton_omni.backends.core.request import (
     STOPPED,
     CloseRun,
+    ConnectConsumer,
     DropConsumer,
     EmitOutput,
     EndRequest,
@@ -66,7 +67,7 @@ OPENED = (RequestAdmitted(), RunAccepted("voice"), RunAccepted("talker"), RunAcc
 
 # --- the table: each event in each state of a run ------------------------------------------------------------------
 STATES = {
-    RunState.IDLE: (RequestAdmitted(),),  # of "talker": the consumer is still opening
+    RunState.IDLE: (),
     RunState.OPENING: (RequestAdmitted(), RunAccepted("voice")),
     RunState.RUNNING: OPENED,
     RunState.CLOSED: (*OPENED, RunFinished("talker", "stop", {})),
@@ -79,7 +80,7 @@ TABLE = {
     (RunState.IDLE, RunFinished): IGNORED,
     (RunState.IDLE, RunFailed): IGNORED,
     (RunState.IDLE, OpenFailed): IGNORED,
-    (RunState.OPENING, RunAccepted): [OpenRun("thinker")],
+    (RunState.OPENING, RunAccepted): [ConnectConsumer("talker", "voice")],
     (RunState.OPENING, RunFinished): [CloseRun("talker"), StopRun("voice"), EARLY],
     (RunState.OPENING, RunFailed): [CloseRun("talker"), StopRun("voice"), END],
     (RunState.OPENING, OpenFailed): [CloseRun("talker"), StopRun("voice"), END],
@@ -130,10 +131,11 @@ def test_a_request_that_never_started_ends_and_is_done(event):
 # --- single lives --------------------------------------------------------------------------------------------------
 def test_a_whole_life():
     machine = request()
-    assert machine.on(RequestAdmitted()) == [OpenRun("voice")]
-    assert machine.on(RunAccepted("voice")) == [OpenRun("talker")]
-    assert machine.on(RunAccepted("talker")) == [OpenRun("thinker")]
+    assert machine.on(RequestAdmitted()) == [OpenRun("thinker"), OpenRun("talker"), OpenRun("voice")]
     assert machine.on(RunAccepted("thinker")) == []
+    assert machine.on(RunAccepted("voice")) == []
+    assert machine.on(RunAccepted("talker")) == [
+        ConnectConsumer("thinker", "talker"), ConnectConsumer("talker", "voice")]  # fmt: skip
     assert machine.on(OutputArrived("text", "a")) == [EmitOutput("text", 0, "a")]
     assert machine.on(OutputArrived("audio", "b")) == [EmitOutput("audio", 0, "b")]
     assert machine.on(OutputArrived("text", "c")) == [EmitOutput("text", 1, "c")]
@@ -196,7 +198,39 @@ def test_a_run_accepted_after_the_end_is_stopped():
     assert machine.on(life.RequestCancelled("abort"))[0] == StopRun("voice")
     assert machine.on(RunAccepted("talker")) == [StopRun("talker")]
     assert machine.on(RunFinished("voice", STOPPED, {})) == [CloseRun("voice")]
-    assert machine.on(RunFinished("talker", STOPPED, {})) == [CloseRun("talker"), ForgetRequest()]
+    assert machine.on(RunFinished("talker", STOPPED, {})) == [CloseRun("talker")]
+    assert machine.on(OpenFailed("thinker", OOPS)) == [CloseRun("thinker"), ForgetRequest()]
+
+
+def test_a_refusal_while_others_open_ends_the_request_once_and_stops_each_when_it_is_accepted():
+    machine = after(RequestAdmitted(), RunAccepted("thinker"))
+    close, stop, end = machine.on(OpenFailed("talker", OOPS))
+    assert (close, stop) == (CloseRun("talker"), StopRun("thinker"))
+    assert end.error is OOPS
+    assert machine.on(OpenFailed("voice", StageFailed("no", "voice"))) == [CloseRun("voice")], "one end"
+    assert machine.on(RunFinished("thinker", STOPPED, {})) == [CloseRun("thinker"), ForgetRequest()]
+
+
+def test_a_death_while_others_open_connects_nothing():
+    machine = after(RequestAdmitted(), RunAccepted("talker"))
+    assert machine.on(RunFailed("talker", OOPS, lost=True))[0] == CloseRun("talker", lost=True)
+    assert machine.on(RunAccepted("thinker")) == [StopRun("thinker")]
+    assert machine.on(RunAccepted("voice")) == [StopRun("voice")]
+
+
+def test_a_producer_learns_of_a_consumer_that_ended_before_it_was_accepted():
+    """Else its chunks for it would wait without end, and the run with them."""
+    machine = after(RequestAdmitted(), RunAccepted("talker"), RunFinished("talker", "stop", {}))
+    assert machine.on(RunAccepted("thinker")) == [DropConsumer("thinker", "talker")]
+
+
+def test_a_request_may_be_refused_until_all_stages_that_it_needs_have_accepted():
+    machine = request(("audio", "words"), SPOKEN, ALIGNED)
+    machine.on(RequestAdmitted())
+    for stage in ("talker", "voice"):
+        assert machine.may_be_refused
+        machine.on(RunAccepted(stage))
+    assert not machine.may_be_refused, "`reader` and `aligner` are optional"
 
 
 def test_completion_stops_what_still_runs():
@@ -223,10 +257,10 @@ def test_a_failure_that_names_no_place_gets_the_stages():
 
 
 def test_a_run_that_ends_before_it_is_accepted_is_a_failure():
-    """Nothing may wait forever: its producers cannot be opened, they need its address."""
+    """Nothing may wait without end: its producers would keep what they have for it."""
     machine = after(RequestAdmitted())
-    close, end, done = machine.on(RunFinished("voice", "stop", {}))
-    assert (close, done) == (CloseRun("voice"), ForgetRequest())
+    close, end = machine.on(RunFinished("voice", "stop", {}))
+    assert close == CloseRun("voice")
     assert end.error.line() == "[stage_failed:voice] ended before it was accepted"
 
 
@@ -296,14 +330,15 @@ def test_a_failed_optional_stage_ends_its_output_alone():
 def test_an_optional_stage_that_cannot_be_opened_is_left_out():
     machine = request(("audio", "words"), SPOKEN, ALIGNED)
     machine.on(RequestAdmitted())
-    assert machine.on(OpenFailed("aligner", OOPS)) == [CloseRun("aligner"), OpenRun("voice")]
-    assert machine.on(RunAccepted("voice")) == [DropConsumer("voice", "reader"), OpenRun("talker")]
+    assert machine.on(OpenFailed("aligner", OOPS)) == [CloseRun("aligner")]
+    assert machine.on(RunAccepted("reader")) == [StopRun("reader")]
+    assert machine.on(RunAccepted("voice")) == [DropConsumer("voice", "reader")]
 
 
 def test_a_producer_that_was_being_opened_learns_of_the_loss_when_it_is_accepted():
     machine = spoken(("aligner", "reader"))
     machine.on(RunFailed("aligner", OOPS))
-    assert machine.on(RunAccepted("voice")) == [DropConsumer("voice", "reader"), OpenRun("talker")]
+    assert machine.on(RunAccepted("voice")) == [DropConsumer("voice", "reader")]
 
 
 def test_a_late_optional_stage_is_given_up_and_the_request_completes():
@@ -347,7 +382,7 @@ class World:
         self.end = None
         self.done = False
         self.emitted = Counter()
-        self.dropped = set()
+        self.dropped, self.connected = set(), set()
         self.event = None
 
     def tell(self, event):
@@ -361,6 +396,10 @@ class World:
         if self.end is None and not isinstance(event, RequestAdmitted):
             waiting = self.asked - self.closed
             assert waiting or not self.asked, "nothing will ever happen again"
+            for stage in self.accepted - self.closed - self.stopped:
+                consumers = self.machine.pipeline.downstream(stage, self.accepted)
+                known = {c for s, c in self.connected | self.dropped if s == stage}
+                assert known >= consumers, "a stage waits for a consumer that it never hears of"
 
     def take(self, action):
         match action:
@@ -368,9 +407,6 @@ class World:
                 assert self.end is None
                 assert stage in self.machine.needed
                 assert stage not in self.asked, "opened twice"
-                assert not self.asked - self.accepted - self.closed, "one at a time"
-                downstream = self.machine.pipeline.downstream(stage, self.machine.needed)
-                assert downstream <= self.accepted | self.closed | self.machine.unneeded, "consumers first"
                 assert stage not in self.machine.unneeded
                 self.asked.add(stage)
             case EmitOutput(output, index, item):
@@ -387,8 +423,13 @@ class World:
                 self.stopped.add(stage)
             case DropConsumer(stage, consumer):
                 assert stage in self.accepted - self.closed
-                assert consumer in self.machine.unneeded
+                assert consumer in self.machine.unneeded | self.closed
                 self.dropped.add((stage, consumer))
+            case ConnectConsumer(stage, consumer):
+                assert self.end is None
+                assert {stage, consumer} <= self.accepted - self.closed, "a stage sends to one that has accepted"
+                assert (stage, consumer) not in self.connected, "connected twice"
+                self.connected.add((stage, consumer))
             case CloseRun(stage):
                 assert stage in self.asked
                 assert stage not in self.closed, "closed twice"
@@ -415,7 +456,7 @@ class World:
         running = self.accepted - self.closed
         draw = rng.random()
         if opening and draw < 0.35:
-            stage = next(iter(opening))
+            stage = rng.choice(sorted(opening))
             if rng.random() < 0.93:
                 self.accepted.add(stage)
                 self.tell(RunAccepted(stage))

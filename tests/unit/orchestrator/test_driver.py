@@ -74,7 +74,9 @@ def test_a_whole_life(play):
     assert len(run) == RUN_ID_BYTES
     assert {m.request_id for m in opened} == {"my-id"}
     assert [tuple(m.consumers) for m in opened] == [(), ("wave",), ("frames",)]
-    assert opened[1].consumers["wave"] == s.stages["wave"].hub.address
+    for stage, consumer in (("tokens", "frames"), ("frames", "wave")):
+        [connect] = [item for item in s.stages[stage].got if isinstance(item, msg.ConnectMessage)]
+        assert connect == msg.ConnectMessage(run, consumer, s.stages[consumer].hub.address)
     assert [m.upstream for m in opened] == [("frames",), ("tokens",), ()]
     assert [m.wanted for m in opened] == [("audio",), (), ("text",)]
     s.stages["tokens"].put(run, 0, TextPiece("hello "))
@@ -107,7 +109,7 @@ def test_text_alone_opens_no_speech_stage(play):
     s = play()
     client = s.ask(chat("text"))
     opened = s.accept()
-    assert (opened.wanted, opened.consumers, opened.upstream) == (("text",), {}, ())
+    assert (opened.wanted, opened.consumers, opened.upstream) == (("text",), (), ())
     assert s.opener.calls == []
     s.finish("tokens", client.run)
     assert client.ended.event.stage == "tokens"
@@ -432,7 +434,11 @@ def test_a_stage_that_cannot_be_opened_for_an_optional_output_is_left_out(play):
     failed(Unavailable("not loaded", "wave"))
     s.turn()
     message = s.accept()
-    assert (message.wanted, message.consumers) == (("text",), {})
+    assert message.upstream == ("tokens",)
+    assert s.stages["frames"].stops == [client.run], "its only consumer is not there"
+    s.finish("frames", client.run, "stopped")
+    assert s.accept().wanted == ("text",)
+    assert [m.consumer for m in s.stages["tokens"].got if isinstance(m, msg.StopMessage)] == ["frames"]
     s.finish("tokens", client.run)
     assert client.ended.event.missing == {"audio": "[unavailable:wave] not loaded"}
 
@@ -763,15 +769,14 @@ def test_a_client_that_leaves_in_any_phase(play, accepted, answered):
     client.gone()
     s.turn()
     assert client.ended.event.outcome == "cancelled"
-    if accepted < 3:  # one more is being opened: it is stopped as soon as it is accepted
+    for _ in range(accepted, 3):  # those that are being opened are stopped as soon as they are accepted
         message, opened, _ = s.take_call()
         stage = s.stage_of(message)
         stage.reply(message.reply, msg.AcceptedMessage(run, stage.hub.address))
         s.answer(opened)
     s.turn()
     stopped = [name for name, st in s.stages.items() if st.stops == [run]]
-    assert sorted(stopped) == sorted(ORDER[: min(accepted + 1, 3)])
-    assert s.opener.calls == [], "nothing is opened after the end"
+    assert sorted(stopped) == sorted(ORDER)
     end_all(s, run, *stopped)
     for opened in calls:
         assert run in s.orchestrator.requests, "a request lives until its handles are disposed of"
@@ -789,10 +794,50 @@ def test_an_open_that_fails_stops_the_others(play, failing):
     failed(Unavailable("the stage is restarting", ORDER[failing]))
     s.turn()
     assert client.failed.line() == f"[unavailable:{ORDER[failing]}] the stage is restarting"
-    assert s.opener.calls == []
-    for name in ORDER[:failing]:
+    while s.opener.calls:  # those that were being opened meanwhile
+        s.accept()
+    for name in {*ORDER} - {ORDER[failing]}:
         assert s.stages[name].stops == [client.run]
         s.finish(name, client.run, "stopped")
+
+
+@pytest.mark.parametrize("last", ["refuses", "accepts", "dies"])
+def test_no_output_leaves_before_the_last_stage_that_is_needed_has_accepted(play, last):
+    """What a stage refuses must reach the client as the one answer, not behind half a text."""
+    s = play()
+    client = s.ask(chat("text", "audio"))
+    calls = {message.wanted or message.consumers: (message, *rest) for message, *rest in (s.take_call() for _ in ORDER)}
+    run = client.run
+    for key in (("text",), ("audio",)):
+        message, opened, _ = calls[key]
+        s.stage_of(message).reply(message.reply, msg.AcceptedMessage(run, s.stage_of(message).hub.address))
+        s.answer(opened)
+    s.stages["tokens"].put(run, 0, TextPiece("a"))
+    s.stages["tokens"].put(run, 1, TextPiece("b"))
+    s.turn()
+    s.finish("tokens", run)
+    assert client.text == "" and not client.over
+    assert s.stages["tokens"].unreleased == 2
+    s.pass_time(s.orchestrator.deploy.stall_s * 0.9)
+    message, opened, failed = calls["wave",]
+    if last == "accepts":
+        s.stage_of(message).reply(message.reply, msg.AcceptedMessage(run, s.stages["frames"].hub.address))
+        s.answer(opened)
+        assert [client.text, client.ended] == ["ab", None]
+        s.finish("frames", run)
+        s.finish("wave", run)
+        assert client.ended.event.outcome == "completed"
+        return
+    if last == "refuses":
+        failed(BadRequest("no such voice", "speech.voice"))
+    else:
+        s.kill("wave")
+        failed(Unavailable("gone", "frames"))
+    s.turn()
+    assert client.text == "" and client.failed is not None
+    if last == "refuses":
+        assert client.failed.where == "speech.voice"
+        s.finish("wave", run, "stopped")
 
 
 @pytest.mark.parametrize("failing", ORDER)
@@ -945,7 +990,7 @@ def test_health_tells_the_truth(play):
     assert status.pipeline == "toy"
     assert (status.live, status.queued) == (1, 1)
     assert {name: stage.live for name, stage in status.stages.items()} == {"tokens": 1, "frames": 0, "wave": 0}
-    assert status.operations == ("chat", "speech")
+    assert status.operations == ("chat", "speech", "completion")
     assert status.params == ("speech.voice", "speech.language", "speech.speed")
     s.states["wave"] = StageStatus(state="restarting")
     assert not s.health().ready

@@ -20,7 +20,7 @@ GENUINE: dict[str, Any] = {
     "request": b"{}",
     "reply": str(RUN_DIR / "toy_0.1.sock"),
     "upstream": ("tokens",),
-    "consumers": {"wave": str(RUN_DIR / "toy_wave_0.2.sock")},
+    "consumers": ("wave",),
 }
 
 
@@ -46,8 +46,7 @@ def test_what_is_no_open_is_the_callers_fault(data: bytes) -> None:
         {"reply": ""},
         {"reply": "/tmp/mine.sock"},
         {"reply": "/run/private/../mine.sock"},
-        {"consumers": {"wave": "/tmp/mine.sock"}},
-        {"consumers": {"tokens": GENUINE["reply"]}},
+        {"consumers": ("tokens",)},
         {"run": b""},
         {"run": b"r" * 5000},
         {"upstream": ("unknown",)},

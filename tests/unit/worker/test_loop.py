@@ -352,18 +352,71 @@ def test_an_engine_that_breaks_in_open_refuses_only_this_run(at):
     assert b.stub.of(msg.FinishedMessage)[0].run == good
 
 
-@pytest.mark.parametrize(
-    ("missing", "where"),
-    [
-        ({"consumers": {"frames": "/nowhere/none.sock"}}, "frames"),
-        ({"reply": "/nowhere/none.sock"}, "orchestrator"),
-    ],
-)
-def test_a_missing_peer_refuses_the_run_by_name(at, missing, where):
+def test_a_missing_orchestrator_refuses_the_run_by_name(at):
     b = at("tokens")
-    run = b.open(wanted=("text",), **missing)
+    run = b.open(wanted=("text",), reply="/nowhere/none.sock")
     end = refusal_of(b, run)
-    assert (end.error.code, end.error.where) == ("unavailable", where)
+    assert (end.error.code, end.error.where) == ("unavailable", "orchestrator")
+
+
+def test_a_missing_consumer_fails_the_run_by_name(at):
+    b = at("tokens")
+    run = b.open(wanted=("text",), consumers={"frames": "/nowhere/none.sock"}, request=chat(10_000))
+    [end] = end_of(b, run)
+    assert (end.error.code, end.error.where) == ("unavailable", "frames")
+
+
+# --- consumers that accept later than the run -----------------------------------------------------------------------
+def test_a_run_works_ahead_of_a_consumer_that_has_not_accepted_and_then_pauses(at):
+    b = at("tokens")
+    consumer = b.side("consumer")
+    run = b.open(late=("frames",), wanted=("text",), request=chat(100))
+    b.turn(50)
+    record = b.worker.records[run]
+    assert len(b.orchestrator.texts) == WINDOW_CHUNKS, "text leaves meanwhile, up to the bound on waiting chunks"
+    assert record.run.blocked and len(record.sinks["frames"].queue) == WINDOW_CHUNKS
+    b.connect(run, "frames", consumer.hub.address)
+    b.connect(run, "unknown", consumer.hub.address)
+    end_of(b, run)
+    assert [c.index for c in consumer.of(Chunk)] == list(range(101)), "all of them, in order"
+
+
+def test_a_run_that_has_ended_keeps_its_chunks_for_a_consumer_that_accepts_later(at):
+    b = at("tokens")
+    consumer = b.side("consumer")
+    run = b.open(late=("frames",), request=chat(3))
+    b.turn(20)
+    assert b.worker.records[run].ended is not None
+    assert b.stub.of(msg.FinishedMessage) == [], "it is not over while a chunk waits"
+    b.connect(run, "frames", consumer.hub.address)
+    end_of(b, run)
+    assert [c.last for c in consumer.of(Chunk)] == [False] * 3 + [True]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_stop_while_a_consumer_has_not_accepted_ends_the_run(at, ended):
+    b = at("tokens")
+    consumer = b.side("consumer")
+    run = b.open(late=("frames",), request=chat(3 if ended else 10_000))
+    b.turn(20)
+    b.stop(run)
+    b.connect(run, "frames", consumer.hub.address)
+    [end] = end_of(b, run)
+    assert end.reason == "stopped"
+    assert consumer.of(Chunk) == []
+    assert freed(b, run)
+
+
+def test_an_orchestrator_alone_connects_consumers_of_its_runs(at):
+    b = at("tokens")
+    consumer = b.side("consumer")
+    run = b.open(late=("frames",), request=chat(3))
+    b.turn(20)
+    b.to_worker.send(msg.ConnectMessage(run, "frames", consumer.hub.address))
+    b.turn(20)
+    assert consumer.of(Chunk) == [], "any process that can reach the socket could redirect the run"
+    b.stop(run)
+    end_of(b, run)
 
 
 def test_a_gap_in_the_chunks_fails_the_run_and_names_the_edge(at):
