@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much later the audio of a short text starts because a long one is being spoken: `python -m perf.speech_turns`.
 
-Talker and code2wav of `chat` in one process, in turns, CPU time of one thread. The short request arrives as a step of
-the long one begins, which is the worst moment; alone and beside it alternate in the same run.
+Talker and code2wav of `chat` in one process, in turns. The short request arrives as a phrase of the long one begins,
+which is the worst moment; alone and beside it alternate in the same run.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ class Chain:
         self.runs[run] = decoded
         return decoded
 
+    def close(self) -> None:
+        self.talker.close()
+        self.codec.close()
+
     def turn(self) -> set[Run]:
         """Runs of code2wav that gave audio."""
         for event in self.talker.step():
@@ -58,14 +62,14 @@ class Chain:
 
 
 def first_audio_ms(chain: Chain, beside: bool) -> float:
-    """CPU ms from the arrival of the short request to its first audio."""
-    began = time.thread_time()
+    """Ms from the arrival of the short request to its first audio."""
+    began = time.perf_counter()
     if beside:
-        chain.turn()  # the step of the long request during which it arrives
+        chain.turn()  # the long request's phrase during which it arrives
     short = chain.open(SHORT)
     for _ in range(1000):
         if short in chain.turn():
-            return (time.thread_time() - began) * 1e3
+            return (time.perf_counter() - began) * 1e3
     raise AssertionError("the short request never had audio")
 
 
@@ -76,11 +80,14 @@ def main() -> None:
     for name, (text, speed) in LONG.items():
         alone, beside = [], []
         for _ in range(ROUNDS):
-            alone.append(first_audio_ms(Chain(voice, codebooks), False))
+            chain = Chain(voice, codebooks)
+            alone.append(first_audio_ms(chain, False))
+            chain.close()
             chain = Chain(voice, codebooks)
             chain.open(text, speed)
             chain.turn()
             beside.append(first_audio_ms(chain, True))
+            chain.close()
         a, b = statistics.median(alone), statistics.median(beside)
         print(f"| {name} | {a:.0f} | {b:.0f} | {b / a:.2f} | {max(beside) / a:.2f} |", flush=True)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import openai
 import uvicorn
+from starlette.types import ASGIApp
 
 from triton_omni.openai.backend import Backend
 from triton_omni.openai.http.app import make_app
@@ -75,9 +76,16 @@ def running_proxy(
     backend: Backend, settings: Settings | None = None, *, keep_alive_s: int = KEEP_ALIVE_S
 ) -> Iterator[RunningProxy]:
     """A proxy for the `with` body."""
+    with running_app(make_app(backend, settings or Settings()), keep_alive_s=keep_alive_s) as proxy:
+        yield proxy
+
+
+@contextmanager
+def running_app(app: ASGIApp, *, keep_alive_s: int = KEEP_ALIVE_S) -> Iterator[RunningProxy]:
+    """Any app behind the proxy's HTTP protocol, for the `with` body."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        make_app(backend, settings or Settings()), log_level="warning", timeout_graceful_shutdown=1, lifespan="on",
+        app, log_level="warning", timeout_graceful_shutdown=1, lifespan="auto",
         http=Protocol, timeout_keep_alive=keep_alive_s, h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )  # fmt: skip
     server = uvicorn.Server(config)

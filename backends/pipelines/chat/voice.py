@@ -30,7 +30,7 @@ _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 _PIECE = re.compile(rf"\S{{0,{LONGEST_WORD - 1}}}[^\w\s](?=\S)|\S{{1,{LONGEST_WORD}}}")
 _CAPITALS = re.compile(r"\b[A-Z]{2,}(?:'[A-Z]+)?\b|\bA\b")
 MAX_PIECE_S = 12.0
-"""Longest speech of one step; other runs wait for it. The network takes about 9 ms for a second of speech."""
+"""Longest speech at a time; others of the same thread wait for it. The network takes 9 ms for a second of speech."""
 PHONEMES_PER_S = 18.0  # measured: 17 to 19 at speed 1
 FASTEST = 2.0  # the network gives each phoneme a frame at least; beyond this it would not get much shorter
 
@@ -66,7 +66,7 @@ class SpokenPhrase:
 
 
 class Voice:
-    """The network and the text front end, loaded once; one thread."""
+    """The network and the text front end, loaded once. `phrases` is for one thread, `frames` for any."""
 
     def __init__(self) -> None:
         self._reader = WordReader()

@@ -7,6 +7,7 @@ It uses attributes of uvicorn that are not documented; `check_uvicorn` verifies 
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from http import HTTPStatus
 
@@ -22,6 +23,9 @@ HEAD_S = 30.0
 KEEP_ALIVE_S = 75
 """Clients and load balancers keep idle connections for up to a minute; who closes first must not be the server."""
 MAX_HEAD_BYTES = 64 * 1024
+UNSENT_BYTES = 128 * 1024
+"""What the kernel takes of an answer beyond what is on its way: otherwise a client that reads nothing fills a socket
+with megabytes, which count as read. The bytes on their way are not bounded, so a fast client far away is as fast."""
 _OVERRIDDEN = ("on_response_complete", "data_received", "handle_websocket_upgrade", "send_400_response")
 TESTED_VERSIONS = ((0, 30), (0, 55))
 """First version that works, and the first that has not been tested; pyproject.toml pins the same range."""
@@ -40,6 +44,9 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
+        connection: socket.socket | None = transport.get_extra_info("socket")
+        if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._start(is_head=False)
 
     def eof_received(self) -> None:

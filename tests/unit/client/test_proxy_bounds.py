@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import socket
@@ -17,9 +18,10 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
+from starlette.types import Receive, Scope, Send
 
 from tests.kit.fake_backend import FakeBackend
-from tests.kit.proxy_server import RunningProxy, running_proxy
+from tests.kit.proxy_server import RunningProxy, running_app, running_proxy
 from triton_omni import Media, MediaError
 from triton_omni.openai.endpoints import messages
 from triton_omni.openai.http.bodies import FREE_BYTES
@@ -190,11 +192,34 @@ def test_a_head_that_does_not_arrive(proxy: RunningProxy, monkeypatch: pytest.Mo
 
 
 def test_an_answer_that_takes_long_is_not_cut_off(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Protocol, "head_s", 0.1)
+    monkeypatch.setattr(Protocol, "head_s", 1.0)
     backend.hold_after = 1
-    with running_proxy(backend, keep_alive_s=0.1) as proxy, pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{proxy.root}/v1/chat/completions", json=CHAT, timeout=httpx.Timeout(10, read=0.5))
+    with running_proxy(backend, keep_alive_s=1) as proxy, pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{proxy.root}/v1/chat/completions", json=CHAT, timeout=httpx.Timeout(10, read=2.5))
     assert len(backend.seen) == 1
+
+
+def test_a_client_that_reads_nothing_does_not_fill_the_socket_with_megabytes() -> None:
+    """What the kernel takes counts as read. It takes 4 MiB where nothing bounds it."""
+    taken, is_full = 0, threading.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal taken
+        if scope["type"] != "http":
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            while taken < 64 * MIB:
+                async with asyncio.timeout(1):
+                    await send({"type": "http.response.body", "body": bytes(1 << 14), "more_body": True})
+                taken += 1 << 14
+        except TimeoutError:
+            is_full.set()
+
+    with running_app(app) as proxy, socket.create_connection(("127.0.0.1", proxy.port), timeout=30) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert is_full.wait(30)
+    assert taken < 2 * MIB
 
 
 @pytest.mark.parametrize("kind", ["names", "videos"])

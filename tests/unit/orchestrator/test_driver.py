@@ -507,27 +507,29 @@ def acknowledge(s, token):
 
 
 def test_a_stream_pauses_until_its_client_has_read_and_loses_nothing(play):
-    s = play(max_output_bytes=3 * PIECE)
+    """A client that has acknowledged nothing is sent an eighth of the bound; each acknowledgment doubles that."""
+    s = play(max_output_bytes=24 * PIECE)
     client, run = speaking(s, chat("text", "audio", acknowledge=True))
     for i in range(8):
         speak(s, run, i)
     assert len(client.pieces) == 3
     assert s.stages["wave"].unreleased == 5, "what waits holds its credit: the stage pauses"
     s.finish("wave", run)
-    for read in range(8):
-        assert len(client.pieces) == min(8, read + 3)
-        assert acknowledge(s, client.events[read].acknowledge).ended
-        s.turn()
+    assert acknowledge(s, client.events[0].acknowledge).ended
+    s.turn()
+    assert len(client.pieces) == 1 + 6
+    assert acknowledge(s, receipts(client)[-1]).ended
+    s.turn()
     assert [event.index for event in client.events] == list(range(8))
     s.finish("tokens", run)
     s.finish("frames", run)
     assert client.ended.event.outcome == "completed"
 
 
-def test_a_client_that_acknowledges_nothing_ends_by_the_stall_deadline(play):
-    s = play(max_output_bytes=3 * PIECE, stall_s=5.0, total_s=0)
+def test_a_client_that_acknowledges_nothing_more_ends_by_the_stall_deadline(play):
+    s = play(max_output_bytes=24 * PIECE, stall_s=5.0, total_s=0)
     client, run = speaking(s, chat("text", "audio", acknowledge=True))
-    for i in range(5):
+    for i in range(9):
         speak(s, run, i)
     s.pass_time(4.9)
     assert not client.over, "no stage is waited for: only the client's own time counts"
@@ -536,7 +538,7 @@ def test_a_client_that_acknowledges_nothing_ends_by_the_stall_deadline(play):
     assert not client.over
     s.pass_time(0.2)
     assert isinstance(client.failed, DeadlineExceeded) and client.failed.where == "client"
-    assert len(client.pieces) == 4
+    assert len(client.pieces) == 7
     end_all(s, run)
 
 
@@ -580,7 +582,7 @@ def test_what_waits_for_a_client_is_given_back_when_the_request_ends(play, cause
 
 @pytest.mark.parametrize("token", ["", "x", "zz:5", ":", "00:x", "00" * 500 + ":1"])
 def test_tokens_that_no_response_carried_are_harmless(play, token):
-    s = play(max_output_bytes=3 * PIECE)
+    s = play(max_output_bytes=24 * PIECE)
     client, run = speaking(s, chat("text", "audio", acknowledge=True))
     for i in range(5):
         speak(s, run, i)
@@ -594,7 +596,7 @@ def test_tokens_that_no_response_carried_are_harmless(play, token):
 
 
 def test_a_client_without_acknowledgments_is_sent_audio_as_fast_as_it_plays(play):
-    s = play(max_output_bytes=4 * PIECE, stall_s=1.0)
+    s = play(max_output_bytes=8 * PIECE, stall_s=1.0)
     client, run = speaking(s)
     for i in range(9):
         speak(s, run, i)

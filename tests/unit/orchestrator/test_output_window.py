@@ -7,7 +7,14 @@ import random
 
 import pytest
 
-from triton_omni.backends.orchestrator.output_window import BURST, MARKS, PACE_S, RESPONSE_BYTES, OutputWindow
+from triton_omni.backends.orchestrator.output_window import (
+    BURST,
+    FIRST_SHARE,
+    MARKS,
+    PACE_S,
+    RESPONSE_BYTES,
+    OutputWindow,
+)
 
 LIMIT = 1 << 20
 
@@ -20,11 +27,11 @@ def test_random_sizes_never_exceed_the_window_and_never_stand_still(seed: int) -
     while sent < 3_000:
         nbytes = rng.choice((0, 100, 5_000, LIMIT // 3, rng.randrange(3 * LIMIT)))
         if window.has_room(nbytes) and rng.random() < 0.9:
-            alone = window.sent_bytes - window.read_bytes < LIMIT / MARKS
+            alone, open_bytes = window.sent_bytes - window.read_bytes < window.open_bytes / MARKS, window.open_bytes
             if mark := window.send(nbytes):
                 marked.append((mark, window.sent_bytes))
             sent += 1
-            assert alone or window.sent_bytes - window.read_bytes <= LIMIT
+            assert alone or window.sent_bytes - window.read_bytes <= open_bytes <= LIMIT
         elif marked:
             mark, count = marked.pop(rng.randrange(len(marked)) if rng.random() < 0.5 else 0)
             assert window.acknowledge(mark) and window.read_bytes == count
@@ -40,7 +47,20 @@ def test_marks_are_few() -> None:
         if mark := window.send(1_000):
             asked += 1
             window.acknowledge(mark)
-    assert asked == pytest.approx(10_000 * (1_000 + RESPONSE_BYTES) / (LIMIT / MARKS), rel=0.05)
+    assert asked == pytest.approx(10_000 * (1_000 + RESPONSE_BYTES) / (LIMIT / MARKS), abs=8)
+
+
+def test_a_client_that_never_acknowledges_is_sent_a_small_part_of_the_window() -> None:
+    window, sent = OutputWindow(LIMIT, acknowledges=True), 0
+    while window.has_room(0):
+        sent += RESPONSE_BYTES
+        window.send(0)
+    assert sent == pytest.approx(LIMIT * FIRST_SHARE, rel=0.02)
+
+
+def test_a_short_answer_needs_no_acknowledgment() -> None:
+    window = OutputWindow(8 << 20, acknowledges=True)
+    assert not any(window.send(20) for _ in range(100))
 
 
 def test_only_marks_that_were_sent_acknowledge_and_each_once() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 import numpy as np
@@ -18,7 +19,7 @@ from triton_omni.backends.core.generate import GenerateRequest, SpeechParams
 from triton_omni.backends.pipelines.chat.clauses import estimated_speech_s
 from triton_omni.backends.pipelines.chat.rvq import BOOKS, CODES, COMPONENTS, ENTRIES, PITCH_BINS, Codebooks
 from triton_omni.backends.pipelines.chat.talker import QUEUE_CLAUSES, TalkerEngine
-from triton_omni.backends.pipelines.chat.voice import BINS, LONGEST_WORD, MAX_PIECE_S, Voice, shortened
+from triton_omni.backends.pipelines.chat.voice import BINS, LONGEST_WORD, MAX_PIECE_S, Frames, Voice, shortened
 
 FRAMES_PER_S = 80
 TEXT = "Hello there. Dr. Smith has 3.14 apples, and you? 🎉 No stop at the end"
@@ -81,7 +82,7 @@ def test_first_clause_leaves_while_the_text_goes_on(talker: TalkerEngine) -> Non
     (event,) = talker.step()
     assert isinstance(event, EngineChunk) and not talker.has_work
     assert talker.feed(run, " are you", last=True)
-    assert isinstance(talker.step()[-1], EngineFinished)
+    assert isinstance(drive.end(drive.step_until_idle(talker)[run]), EngineFinished)
 
 
 @pytest.mark.parametrize("text", ["", " \n", "🎉🎉", "**", "---", "你好"])
@@ -123,15 +124,59 @@ def test_runs_take_turns(talker: TalkerEngine) -> None:
     assert order == runs * 3
 
 
-def test_a_new_run_speaks_before_the_long_ones_go_on(talker: TalkerEngine) -> None:
-    long = [speech_run("One is here. Two is there. Three is gone.") for _ in range(3)]
-    for run in long:
-        talker.open(run)
-    for _ in range(4):
-        talker.step()
-    late = speech_run("Four is new.")
+LONG_CLAUSE = "the quick brown fox jumps over the lazy dog and runs away from the bear in the north " * 2
+
+
+@pytest.mark.parametrize("text", [f"One is here. {LONG_CLAUSE}.", LONG_CLAUSE], ids=["later phrase", "first phrase"])
+def test_a_new_run_speaks_while_a_long_phrase_of_another_is_spoken(
+    talker: TalkerEngine, voice: Voice, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Also where the long one is held in its thread; and its speech is the same as alone."""
+    alone = drive.codes(drive.run_with(talker, speech_run(text)))
+    begun, go_on = threading.Event(), threading.Event()
+    frames = voice.frames
+
+    def held(phonemes: str, speed: float) -> Frames:
+        if len(phonemes) > 100:
+            begun.set()
+            assert go_on.wait(30)
+        return frames(phonemes, speed)
+
+    monkeypatch.setattr(voice, "frames", held)
+    long, late = speech_run(text), speech_run("Four is new.")
+    talker.open(long)
+    before: list[EngineEvent] = []
+    while not begun.is_set():
+        before += talker.step()
     talker.open(late)
-    assert talker.step()[0].run is late
+    (chunk, end) = talker.step()
+    assert isinstance(chunk, EngineChunk) and chunk.run is end.run is late and isinstance(end, EngineFinished)
+    go_on.set()
+    after = drive.step_until_idle(talker)[long]
+    assert all(map(np.array_equal, drive.codes(before + after), alone)) and len(drive.codes(before + after)) == len(
+        alone
+    )
+
+
+def test_a_run_that_is_stopped_while_it_is_spoken_is_silent(
+    talker: TalkerEngine, voice: Voice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    frames = voice.frames
+
+    def held(phonemes: str, speed: float) -> Frames:
+        begun.set()
+        assert go_on.wait(30)
+        return frames(phonemes, speed)
+
+    monkeypatch.setattr(voice, "frames", held)
+    run = speech_run(LONG_CLAUSE)
+    talker.open(run)
+    while not begun.is_set():
+        assert talker.step() == ()
+    talker.stop(run)
+    go_on.set()
+    assert drive.step_until_idle(talker) == {} and not talker.has_work
 
 
 @pytest.mark.parametrize("speed", [0.25, 1.0, 4.0])
