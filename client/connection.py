@@ -134,6 +134,14 @@ class AsyncClient:
         end = await self._control(pipeline, GenerateRequest(operation="abort", target=request_id, token=token))
         return end.event.aborted or 0
 
+    async def append(self, pipeline: str, token: str, text: str, *, ends: bool = False) -> None:
+        """Add text to the input of a request with `open_input`; `ends`: nothing follows. Raises OmniError.
+
+        `token` is that of the request's first event, which comes at once. One call at a time keeps the order.
+        """
+        request = GenerateRequest(operation="append", token=token, input=text, ends_input=ends)
+        await self._control(pipeline, request)
+
     async def health(self, pipeline: str) -> dict[str, Any]:
         """State of the pipeline: ready, stages, live, queued, about. Raises OmniError."""
         return await self._status(pipeline, "health")

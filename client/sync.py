@@ -49,6 +49,10 @@ class Client:
         """See AsyncClient.abort."""
         return self._wait(self._client.abort(pipeline, request_id, token))
 
+    def append(self, pipeline: str, token: str, text: str, *, ends: bool = False) -> None:
+        """See AsyncClient.append."""
+        self._wait(self._client.append(pipeline, token, text, ends=ends))
+
     def health(self, pipeline: str) -> dict[str, Any]:
         """See AsyncClient.health."""
         return self._wait(self._client.health(pipeline))

@@ -187,7 +187,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     """One client call to a pipeline. Unknown keys are refused, so a typo never passes silently.
 
     operation      one of the pipeline's operations (`chat`, `completion`, `speech`, `transcription`, `image`, `edit`),
-                   or `health`, `requests`, `abort` or `acknowledge`
+                   or `health`, `requests`, `abort`, `acknowledge` or `append`
     messages       the chat so far, see `Message`; for `edit` its last user message has the images, perhaps a mask,
                    and the text
     input          the text to continue or to speak, or the description of the image (`completion`, `speech`, `image`)
@@ -206,7 +206,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     stream         false: exactly one response
     target         operation `abort`: every request with this id is ended; answered by an `end` with `aborted`.
                    Operation `acknowledge`: the token of the event that was read
-    token          operation `abort`: the `token` of the request's first event; the operator's key does as well
+    token          operations `abort` and `append`: the `token` of the request's first event; for an abort the
+                   operator's key does as well
+    open_input     the input goes on: `append` brings more of it while the answer comes ("Input that streams")
+    ends_input     operation `append`: nothing follows this input
     acknowledge    this client acknowledges what it has read of the stream when an event asks for it ("Slow clients")
     version        WIRE_VERSION that the client was written for; 0 is not said
     """
@@ -227,6 +230,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     stream: bool = True
     target: str = ""
     token: str = ""
+    open_input: bool = False
+    ends_input: bool = False
     acknowledge: bool = False
     version: int = 0
 

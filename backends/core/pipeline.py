@@ -15,6 +15,8 @@ from triton_omni.backends.core.generate import GenerateRequest
 Adapter = Callable[[Chunk], Any]
 MEDIA = ("audio", "image", "video")
 """Kinds of content that cross as tensors of the same name."""
+CLIENT_EDGE = "client"
+"""Source of the edge that brings an entry stage what its client streams."""
 
 
 def no_environment(context: EngineContext) -> Mapping[str, str]:
@@ -94,11 +96,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Operation:
-    """A way into the pipeline: the stage where the request enters and what comes out by default."""
+    """A way into the pipeline: the stage where the request enters and what comes out by default.
+
+    feed  turns a chunk of text that the client streams (`open_input`) into the entry engine's inputs, as the
+          adapter of an edge; None: the input comes whole
+    """
 
     name: str
     entry: str
     outputs: tuple[str, ...]
+    feed: Adapter | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         names = [s.name for s in self.stages]
         assert len(set(names)) == len(names), f"{self.name}: a stage name is used twice"
+        assert CLIENT_EDGE not in names, f"{self.name}: no stage may be called '{CLIENT_EDGE}'"
         for edge in self.edges:
             assert edge.source in names and edge.target in names, f"{self.name}: edge {edge} names an unknown stage"
         for output in self.outputs:
@@ -160,6 +168,12 @@ class Pipeline:
     def model(self, stage: str) -> str:
         """The Triton model name of a stage."""
         return f"{self.name}_{stage}"
+
+    def feeds_of(self, stage: str) -> dict[str, Adapter]:
+        """Source → adapter of all that may feed a stage."""
+        client = [operation.feed for operation in self.operations if operation.entry == stage and operation.feed]
+        feeds = {edge.source: edge.adapter for edge in self.edges if edge.target == stage}
+        return feeds | ({CLIENT_EDGE: client[0]} if client else {})
 
     def upstream(self, stage: str, within: Iterable[str]) -> frozenset[str]:
         """Stages among `within` that feed `stage`."""

@@ -11,7 +11,8 @@ Types of events, and what they come with:
     chunk       what a directly called stage sends its consumers, with the stage's tensors
     progress    a stage that has no output yet is alive, see `Progress`
     accepted    sent once, 1 s after the arrival of a stream without `acknowledge` that has had no other response: from
-                then on Triton notices when the client of `/generate_stream` leaves
+                then on Triton notices when the client of `/generate_stream` leaves. With `open_input` always the
+                first event, at once
     end         the last response, with `stream` false it has all outputs; Triton's FINAL flag comes with it
     health      answer to the operations `health` and `requests`, and the only response; see `PipelineStatus`
 """

@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
+import msgspec
+
 from triton_omni.backends.config.schema import OrchestratorDeploy
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.control.hub import Hub, Lost, Peer
@@ -27,6 +29,7 @@ from triton_omni.backends.core.errors import (
     BadRequest,
     DeadlineExceeded,
     Internal,
+    NotFound,
     OmniError,
     StageFailed,
     Unavailable,
@@ -35,10 +38,11 @@ from triton_omni.backends.core.errors import (
 from triton_omni.backends.core.generate import encode_request
 from triton_omni.backends.core.ids import OPERATOR_KEY, new_run_id
 from triton_omni.backends.core.outputs import OutputPiece
-from triton_omni.backends.core.pipeline import Pipeline
+from triton_omni.backends.core.pipeline import CLIENT_EDGE, Pipeline
 from triton_omni.backends.core.responses import Event, Progress, Response, ResponseStream, StageStatus
 from triton_omni.backends.orchestrator.admission import Admission
 from triton_omni.backends.orchestrator.check import check_request, check_request_id
+from triton_omni.backends.orchestrator.input_feed import InputFeed
 from triton_omni.backends.orchestrator.metrics import CLIENT, PipelineMetrics
 from triton_omni.backends.orchestrator.output_window import JSON_EXPANSION, OutputWindow
 from triton_omni.backends.orchestrator.ports import OpenCall, Opener
@@ -95,6 +99,8 @@ class Orchestrator:
         self._abandoned: dict[tuple[bytes, str], object] = {}
         """Handles of runs whose worker died, until the stub reports that it has closed their streams."""
         self._inbox: deque[tuple[Peer | None, object]] = deque()
+        self._feeding: dict[RequestState, None] = {}
+        """Requests with streamed input that waits for its stage."""
 
     # --- from any thread -----------------------------------------------------------------------------------------
     def submit(self, arrival: Arrival) -> None:
@@ -122,6 +128,8 @@ class Orchestrator:
                     self._on_item(peer, item)
             self._admit()
             now = self._clock()
+            for state in list(self._feeding):
+                self._pump(state, now)
             if now >= self._next_tick:
                 self._next_tick = now + TICK_S
                 self._check_deadlines(now)
@@ -144,6 +152,8 @@ class Orchestrator:
                     event = self._abort(arrival)
                 case "acknowledge":
                     event = self._acknowledge(arrival)
+                case "append":
+                    event = self._append(arrival)
                 case _:
                     self._queue(arrival)
                     return
@@ -171,6 +181,8 @@ class Orchestrator:
             limits=RequestDeadlines.of(request, deploy),
             arrived_s=self._clock(),
         )
+        if request.open_input:
+            self._open_feed(state)
         if request.stream:
             expansion = JSON_EXPANSION if arrival.is_short_form else 1
             state.window = OutputWindow(deploy.max_output_bytes, request.acknowledge, expansion)
@@ -179,6 +191,43 @@ class Orchestrator:
         self.admission.join(state, request.priority)
         self.requests[state.run] = state
         arrival.responses.watch(self._posting(state.run, life.RequestCancelled(CLIENT_GONE)))
+        if state.feed is not None:  # its client needs the token to go on
+            self._send_accepted(state)
+
+    def _open_feed(self, state: RequestState) -> None:
+        """Raises BadRequest for an operation whose input comes whole."""
+        request = state.arrival.request
+        operation = self.pipeline.operation(request)
+        if operation.feed is None:
+            raise BadRequest(f"the input of operation '{operation.name}' comes whole", "open_input")
+        if not request.stream:
+            raise BadRequest("a request with streamed input needs a streamed answer", "stream")
+        state.feed = InputFeed(state.run, operation.entry, self.deploy.max_request_bytes)
+        state.feed.add(request.input, request.ends_input, state.arrived_s)
+        state.encoded = encode_request(msgspec.structs.replace(request, input=""))
+        self._feeding[state] = None
+
+    def _append(self, arrival: Arrival) -> Event:
+        """Add text to a request's input."""
+        request = arrival.request
+        if not request.token:
+            raise BadRequest("an append needs the token of the request's first event", "token")
+        token = request.token.encode()
+        state = next((s for s in self.requests.values() if hmac.compare_digest(s.token.encode(), token)), None)
+        if state is None or state.machine.outcome is not None:
+            raise NotFound("the request has ended, or there never was one with this token", "token")
+        if state.feed is None:
+            raise BadRequest("the request's input came whole", "token")
+        state.feed.add(request.input, request.ends_input, self._clock())
+        self._feeding[state] = None
+        return Event("end", arrival.request_id, outcome="completed", finish_reason="stop")
+
+    def _pump(self, state: RequestState, now: float) -> None:
+        """Send streamed input that waits, if its stage has room."""
+        assert state.feed is not None
+        run = state.runs.get(state.feed.stage)
+        if state.machine.outcome is not None or state.feed.pump(run.worker if run is not None else None, now):
+            del self._feeding[state]
 
     def _abort(self, arrival: Arrival) -> Event:
         """End every request that has the target id and token; the event has their number."""
@@ -419,12 +468,13 @@ class Orchestrator:
         fed = self.pipeline.downstream(stage, machine.needed - machine.unneeded)
         taken = (spec.name for spec in self.pipeline.stage(stage).inputs)
         media = {name: state.arrival.media[name] for name in taken if name in state.arrival.media}
+        client = (CLIENT_EDGE,) if state.feed is not None and stage == state.feed.stage else ()
         message = msg.OpenMessage(
             run,
             state.arrival.request_id,
             state.encoded,
             reply=self.hub.address,
-            upstream=tuple(sorted(self.pipeline.upstream(stage, machine.needed))),
+            upstream=(*client, *sorted(self.pipeline.upstream(stage, machine.needed))),
             consumers=tuple(sorted(fed)),
             wanted=tuple(o for o in machine.emitted if self.pipeline.output(o).stage == stage),
             has_inputs=bool(media),
@@ -560,8 +610,11 @@ class Orchestrator:
         state.window.elapse(now)
         self._resume(state)
         if not state.window.sent_bytes and now - state.arrived_s > ACCEPTED_S and state.machine.outcome is None:
-            state.mark_sent(0)
-            self._send(state, Response(Event("accepted", state.arrival.request_id, token=state.take_token())))
+            self._send_accepted(state)
+
+    def _send_accepted(self, state: RequestState) -> None:
+        state.mark_sent(0)
+        self._send(state, Response(Event("accepted", state.arrival.request_id, token=state.take_token())))
 
     def _publish(self, now: float) -> None:
         """Bring the gauges up to date through an open request, whose end is sent after this.

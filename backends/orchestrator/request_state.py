@@ -21,6 +21,7 @@ from triton_omni.backends.core.generate import GenerateRequest
 from triton_omni.backends.core.outputs import JOIN, OutputPiece
 from triton_omni.backends.core.request import EndRequest, Outcome, RequestEvent, RequestMachine
 from triton_omni.backends.core.responses import Event, RequestStatus, Response, ResponseStream
+from triton_omni.backends.orchestrator.input_feed import InputFeed
 from triton_omni.backends.orchestrator.metrics import Player
 from triton_omni.backends.orchestrator.output_window import OutputWindow
 
@@ -149,6 +150,7 @@ class RequestState:
     encoded    the request as stages get it
     runs       by stage, of the stages that were opened
     sent       by output
+    feed       the input that its client streams; None: it came whole
     window     how far a stream may be ahead of its client; None for one joined answer
     deferred   outputs and ends of runs that wait for the client, with their bytes
     blocked_s  since when they wait without an acknowledgment
@@ -169,6 +171,7 @@ class RequestState:
     runs: dict[str, StageRun] = field(default_factory=dict[str, StageRun])
     sent: dict[str, Sent] = field(default_factory=dict[str, Sent])
     collected: Collected | None = None
+    feed: InputFeed | None = None
     window: OutputWindow | None = None
     deferred: deque[tuple[RequestEvent, int]] = field(default_factory=deque[tuple[RequestEvent, int]])
     blocked_s: float | None = None
@@ -205,6 +208,9 @@ class RequestState:
             where = "client"
         elif self.admitted_s is None:
             passed, limit, where = now_s - self.arrived_s, limits.queue_s, "queue"
+        elif self.feed is not None and not self.feed.ended:
+            passed, limit = now_s - max(self.last_activity_s, self.feed.active_s), limits.stall_s
+            where = "input"
         elif not self.sent:
             passed, limit = now_s - self.admitted_s, limits.first_output_s
             where = f"first output of {self.stuck_at}"

@@ -27,7 +27,7 @@ def read_open(data: bytes, pipeline: Pipeline, stage: str, run_dir: Path, has_in
         raise BadRequest(f"not an Open message: {error}", wire.OPEN) from None
     if not isinstance(message, msg.OpenMessage):
         raise BadRequest("not an Open message", wire.OPEN)
-    sources = {e.source for e in pipeline.edges if e.target == stage}
+    sources = pipeline.feeds_of(stage).keys()
     targets = {e.target for e in pipeline.edges if e.source == stage}
     outputs = {o.name for o in pipeline.outputs if o.stage == stage}
     genuine = (
@@ -35,7 +35,7 @@ def read_open(data: bytes, pipeline: Pipeline, stage: str, run_dir: Path, has_in
         and Path(message.reply).parent == run_dir
         and not message.direct
         and message.has_inputs == has_inputs
-        and sources.issuperset(message.upstream)
+        and sources >= set(message.upstream)
         and targets.issuperset(message.consumers)
         and outputs.issuperset(message.wanted)
         and message.stall_s >= 0

@@ -53,7 +53,7 @@ class Worker:
         self.numbers: dict[str, float] = {"steps": 0.0, "step_s": 0.0, "turn_s": 0.0}
         self._unsettled: dict[Record, None] = {}
         """Runs that have something to send or an end to tell: few of many, looked at in every turn."""
-        self._adapters = {e.source: e.adapter for e in pipeline.edges if e.target == stage}
+        self._adapters = pipeline.feeds_of(stage)
         self._early_inputs: dict[bytes, tuple[Tensor, ...]] = {}
         self._clock = clock
         self._next_tick = 0.0

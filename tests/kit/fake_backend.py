@@ -23,6 +23,7 @@ from triton_omni.backends.core.outputs import (
     SegmentDecoding,
     TextPiece,
     TranscriptPiece,
+    WordsPiece,
     WordTime,
 )
 from triton_omni.backends.core.pipeline import Stage
@@ -61,6 +62,7 @@ class FakeBackend:
     fail_after  raise `error` after so many pieces
     reason      why answers end
     refusal     wire line of the error that every call gets at once
+    missing     optional outputs that failed
     usage       more counts for the end event
     extra       tool calls and log-probabilities of every text piece
     """
@@ -70,6 +72,7 @@ class FakeBackend:
     error: str = "[stage_failed:talker] out of luck"
     reason: str = "length"
     refusal: str = ""
+    missing: dict[str, str] = field(default_factory=dict[str, str])
     usage: dict[str, float] = field(default_factory=dict[str, float])
     extra: TextPiece = field(default_factory=TextPiece)
     media: tuple[str, ...] = ("text", "audio", "image", "video")
@@ -79,6 +82,10 @@ class FakeBackend:
     rate_hz: int = RATE_HZ
     operations: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     seen: list[Seen] = field(default_factory=list[Seen])
+    feeds: dict[str, asyncio.Queue[tuple[str, bool]]] = field(
+        default_factory=dict[str, "asyncio.Queue[tuple[str, bool]]"]
+    )
+    appended: list[str] = field(default_factory=list[str])
     called: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Released by every call, after it is `seen`."""
 
@@ -97,6 +104,11 @@ class FakeBackend:
         self.called.release()
         try:
             self._refuse(request)
+            if request.open_input:
+                async for piece in self._streamed(call):
+                    yield piece
+                call.completed = True
+                return
             for count, piece in enumerate(self._pieces(request)):
                 if count == self.fail_after:
                     raise wire.from_line(self.error)
@@ -109,6 +121,45 @@ class FakeBackend:
             call.completed = True
         finally:
             call.over.set()
+
+    async def append(self, pipeline: str, token: str, text: str, *, ends: bool = False) -> None:
+        if token not in self.feeds:
+            raise wire.from_line("[not_found:token] the request has ended, or there never was one with this token")
+        self.appended.append(text)
+        self.feeds[token].put_nowait((text, ends))
+
+    async def _streamed(self, call: Seen) -> AsyncGenerator[Piece, None]:
+        """A piece of audio for each word, as soon as it is complete."""
+        token = f"token{len(self.seen)}"
+        feed = self.feeds[token] = asyncio.Queue[tuple[str, bool]]()
+        text, ends, samples, index = call.request.input, call.request.ends_input, 0, 0
+        try:
+            yield Piece(Event("accepted", token=token))
+            while True:
+                *words, text = text.split(" ")
+                for word in [*words, *([text] if ends else [])]:
+                    if index == self.fail_after:
+                        raise wire.from_line(self.error)
+                    if not word:
+                        continue
+                    for piece in self._spoken(call.request, word, index, samples):
+                        yield piece
+                    index, samples = index + 1, samples + SAMPLES
+                    call.begun.set()
+                if ends:
+                    break
+                more, ends = await feed.get()
+                text += more
+            yield Piece(Event("end", outcome="completed", usage={"prompt_tokens": 1.0}, missing=self.missing))
+        finally:
+            del self.feeds[token]
+
+    def _spoken(self, request: GenerateRequest, text: str, index: int, samples: int) -> Iterator[Piece]:
+        if WordsPiece.kind in request.modalities and not self.missing:
+            word = WordTime(text, samples / self.rate_hz, (samples + SAMPLES // 2) / self.rate_hz)
+            yield Piece(Event("words", output="words", index=index, piece=WordsPiece((word,))))
+        audio = AudioPiece(self.rate_hz, SAMPLES)
+        yield Piece(Event("audio", output="audio", index=index, piece=audio), audio=sine(samples, self.rate_hz))
 
     async def health(self, pipeline: str) -> dict[str, Any]:
         reason = self.not_ready.get(pipeline)
@@ -155,11 +206,11 @@ class FakeBackend:
                 text = msgspec.structs.replace(self.extra, text=f"w{i} ")
                 yield Piece(Event("text", output="text", index=i, piece=text), text.text)
             if request.operation == "speech" or "audio" in request.modalities:
-                audio = AudioPiece(self.rate_hz, SAMPLES)
-                yield Piece(Event("audio", output="audio", index=i, piece=audio), audio=sine(samples, self.rate_hz))
+                yield from self._spoken(request, words[i] if i < len(words) else "", i, samples)
                 samples += SAMPLES
         usage = {"prompt_tokens": 5.0, "completion_tokens": float(total), **self.usage}
-        yield Piece(Event("end", outcome="completed", finish_reason=self.reason, usage=usage))
+        end = Event("end", outcome="completed", finish_reason=self.reason, usage=usage, missing=self.missing)
+        yield Piece(end)
 
     def _segments(self, with_words: bool) -> Iterator[Piece]:
         for i, text in enumerate(("Hello there.", " How are you?")):

@@ -18,7 +18,7 @@ from tests.kit.server_calls import generate, generate_stream, health, metrics, w
 from tests.kit.triton_server import RunningServer
 from triton_omni import Client
 from triton_omni.backends.supervisor.home import find_home
-from triton_omni.backends.wire import GenerateRequest, Message, Part, Sampling
+from triton_omni.backends.wire import GenerateRequest, Message, Part, Sampling, WordsPiece
 
 pytestmark = [pytest.mark.triton, pytest.mark.models, pytest.mark.timeout(600)]
 
@@ -263,3 +263,28 @@ def word_errors(said: str, transcript_text: str) -> int:
         for j, y in enumerate(b, 1):
             diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
     return row[-1]
+
+
+def test_a_text_in_parts_is_spoken_as_the_whole_and_its_words_have_times(chat_server: RunningServer) -> None:
+    text = "Well, this is one sentence. And here is another one, with 3.14 in it! Good bye"
+    outputs = ("audio", "words")
+    with Client(chat_server.grpc) as client:
+        whole = list(client.generate("chat", GenerateRequest("speech", input=text, modalities=outputs)))
+        parts = iter(re.findall(r".{1,7}", text))
+        pieces, token = [], ""
+        for piece in client.generate("chat", GenerateRequest("speech", modalities=outputs, open_input=True)):
+            pieces.append(piece)
+            if piece.event.type == "accepted":  # the first sentence, and no more until it is audible
+                token = piece.event.token
+                for _ in range(5):
+                    client.append("chat", token, next(parts))
+            elif sum(p.event.type == "audio" for p in pieces) == 1 and piece.event.type == "audio":
+                for part in parts:
+                    client.append("chat", token, part)
+                client.append("chat", token, "", ends=True)
+    audio, expected = (np.concatenate([p.audio for p in made if p.audio is not None]) for made in (pieces, whole))
+    assert audio.shape == expected.shape and np.abs(audio - expected).max() <= 1e-6
+    found, known = ([w for p in made if isinstance(p.event.piece, WordsPiece) for w in p.event.piece.words]
+                    for made in (pieces, whole))  # fmt: skip
+    assert found == known and [word.word for word in found] == text.split()
+    assert known[-1].end_s <= len(expected) / 24_000

@@ -46,6 +46,10 @@ def _check_chat(request: GenerateRequest) -> None:
 
 
 def _check_speech(request: GenerateRequest) -> None:
+    if request.messages:
+        raise BadRequest("operation 'speech' speaks 'input'; messages belong to operation 'chat'", "messages")
+    if request.open_input:
+        return  # what is there now is a beginning; clauses without anything to say are left out
     if not request.input.strip():
         raise BadRequest("there is nothing to speak", "input")
     if len(request.input) > MAX_INPUT_CHARS:
@@ -58,8 +62,6 @@ def _check_speech(request: GenerateRequest) -> None:
             f"the speech must take at most {MAX_SPEECH_S} s (about {speech_s:.0f} s at speed {request.speech.speed})",
             "input",
         )
-    if request.messages:
-        raise BadRequest("operation 'speech' speaks 'input'; messages belong to operation 'chat'", "messages")
 
 
 def _check_transcription(request: GenerateRequest) -> None:

@@ -58,7 +58,7 @@ PIPELINE = Pipeline(
     ),
     operations=(
         Operation("chat", "thinker", ("text",)),
-        Operation("speech", "talker", ("audio",)),
+        Operation("speech", "talker", ("audio",), feed=text_of),
         Operation("transcription", "transcriber", ("transcript",)),
         completion_by("thinker"),
     ),

@@ -51,10 +51,8 @@ class Frames:
 
     def times(self, words: Sequence[PlacedWord], frames_before: int) -> tuple[WordTime, ...]:
         """When words of these phonemes are said, `frames_before` of the speech being in front of them."""
-        start = frames_before + self.edges
-        return tuple(
-            WordTime(w.text, float(start[w.begin] / FRAMES_PER_S), float(start[w.end] / FRAMES_PER_S)) for w in words
-        )
+        seconds = [round(int(edge) / FRAMES_PER_S, 4) for edge in frames_before + self.edges]
+        return tuple(WordTime(word.text, seconds[word.begin], seconds[word.end]) for word in words)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import signal
 import time
 from collections import deque
@@ -33,6 +34,7 @@ from triton_omni.backends.core.engine import (
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.generate import stage_options
 from triton_omni.backends.core.outputs import AudioPiece, TextPiece
+from triton_omni.backends.core.pipeline import CLIENT_EDGE
 
 SAMPLE_RATE_HZ = 24_000
 SAMPLES_PER_FRAME = 240  # 10 ms, so that tests with thousands of frames stay small
@@ -90,6 +92,8 @@ class ToyRun:
     due_s: float = 0.0
     released: bool = False
     """`together` runs were open at once."""
+    text: str = ""
+    """Of a client that streams it: the word that is not complete yet."""
 
 
 Work = Callable[[Run, ToyRun], "list[EngineEvent] | None"]
@@ -199,6 +203,8 @@ def tokens(run: Run, state: ToyRun) -> list[EngineEvent] | None:
 
 def frames(run: Run, state: ToyRun) -> list[EngineEvent] | None:
     """Stage `frames`: FRAMES_PER_TOKEN rows of the token's number; from a text, one token per word."""
+    if CLIENT_EDGE in run.upstream:
+        return _frames_of_text(run, state)
     if run.upstream:
         if not state.waiting:
             return None
@@ -213,6 +219,22 @@ def frames(run: Run, state: ToyRun) -> list[EngineEvent] | None:
     if last:
         events.append(EngineFinished(run))
     return events
+
+
+def _frames_of_text(run: Run, state: ToyRun) -> list[EngineEvent] | None:
+    """The same from a piece of a text that streams: its complete words."""
+    if not state.waiting:
+        return None
+    text, last = state.waiting.popleft()
+    *words, state.text = re.split(r"\s+", state.text + text)
+    if last:
+        words.append(state.text)
+    events: list[EngineEvent] = []
+    for token in range(state.phase, state.phase + sum(map(bool, words))):
+        rows = Tensor.of("frames", _rows(token, FRAMES_PER_TOKEN))
+        events.append(EngineChunk(run, (rows,), TextPiece(token_ids=(token,))))
+        state.phase = token + 1
+    return [*events, EngineFinished(run)] if last else events
 
 
 def wave(run: Run, state: ToyRun) -> list[EngineEvent] | None:
@@ -241,6 +263,12 @@ def token_of(chunk: Chunk) -> int | None:
     """Adapter tokens → frames: the token's number; None for an empty last chunk."""
     _check_filler(chunk)
     return _token(chunk)
+
+
+def text_of(chunk: Chunk) -> str:
+    """Adapter client → frames: the text; "" for an empty last chunk."""
+    piece = chunk.piece_of(TextPiece)
+    return piece.text if piece is not None else ""
 
 
 def rows_of(chunk: Chunk) -> int:

@@ -30,7 +30,7 @@ def check(request: GenerateRequest) -> None:
         raise BadRequest(f"unknown voice '{speech.voice}'; available: {VOICE}", "speech.voice")
     if speech.language not in (None, "en"):
         raise BadRequest(f"unknown language '{speech.language}'; available: en", "speech.language")
-    if request.operation == "speech" and not request.input.strip():
+    if request.operation == "speech" and not (request.input.strip() or request.open_input):
         raise BadRequest("there is nothing to speak", "input")
     if request.operation == COMPLETION:
         check_completion(request)
@@ -59,7 +59,7 @@ PIPELINE = Pipeline(
     outputs=(Output("text", "tokens"), Output("audio", "wave")),
     operations=(
         Operation("chat", "tokens", ("text",)),
-        Operation("speech", "frames", ("audio",)),
+        Operation("speech", "frames", ("audio",), feed=engines.text_of),
         completion_by("tokens"),
     ),
     check=check,

@@ -21,6 +21,7 @@ BODIES: dict[str, type[Strict]] = {
     "/v1/completions": schemas.CompletionBody,
     "/v1/embeddings": schemas.EmbeddingBody,
     "/v1/audio/speech": schemas.SpeechBody,
+    "/dev/captioned_speech": schemas.CaptionedSpeechBody,
     "/v1/images/generations": schemas.ImageBody,
 }
 FORMS: dict[str, tuple[type[Strict], Json]] = {

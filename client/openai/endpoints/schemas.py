@@ -478,6 +478,63 @@ class SpeechBody(_JsonBody, kw_only=True):
     response_format: AudioFileFormat | Literal["pcm"] | None = None
     stream_format: Literal["audio", "sse"] | None = None
     instructions: Annotated[str, Meta(max_length=MAX_INPUT_CHARS)] | None = None
+    timestamp_granularities: Annotated[list[Literal["word"]], Meta(max_length=1)] | None = None
+    word_timestamps: bool | None = None
+
+    @property
+    def with_words(self) -> bool:
+        """True if the times of words are asked for, in OpenAI's way of transcriptions or in the other one."""
+        return bool(self.timestamp_granularities or self.word_timestamps)
+
+    @property
+    def words_param(self) -> str:
+        """The parameter that asks for them."""
+        return "timestamp_granularities" if self.timestamp_granularities else "word_timestamps"
+
+
+class SpeechStreamConfig(_Common, kw_only=True):
+    """Message `session.config` of /v1/audio/speech/stream"""
+
+    voice: VoiceName
+    response_format: AudioFileFormat | Literal["pcm"] | None = None
+    instructions: Annotated[str, Meta(max_length=MAX_INPUT_CHARS)] | None = None
+    word_timestamps: bool | None = None
+    words_param: ClassVar[str] = "word_timestamps"
+
+    @property
+    def with_words(self) -> bool:
+        """True if the times of words are asked for."""
+        return bool(self.word_timestamps)
+
+
+class StreamedText(Strict, kw_only=True):
+    """Message `input.text`"""
+
+    text: Text
+
+
+class StreamedTextDone(Strict, kw_only=True):
+    """Message `input.done`"""
+
+
+class CaptionedSpeechBody(_JsonBody, kw_only=True):
+    """POST /dev/captioned_speech, as clients of Kokoro-FastAPI send it"""
+
+    refused_fields: ClassVar[Reasons] = dict.fromkeys(
+        ("lang_code", "volume_multiplier", "normalization_options", "download_format", "return_download_link"),
+        "is not supported here.",
+    )
+    input: Annotated[str, Meta(max_length=MAX_INPUT_CHARS)]
+    voice: VoiceName
+    response_format: AudioFileFormat | Literal["pcm"] | None = None
+    stream: bool | None = None
+    return_timestamps: bool | None = None
+    words_param: ClassVar[str] = "return_timestamps"
+
+    @property
+    def with_words(self) -> bool:
+        """True unless the times of words are declined."""
+        return self.return_timestamps is not False
 
 
 class VadOptions(Strict, kw_only=True):

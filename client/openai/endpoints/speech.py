@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/audio/speech: text to audio, sent as it is made."""
+"""POST /v1/audio/speech and /dev/captioned_speech: text to audio, sent as it is made, with the times of its words."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator, Iterable
+import json
+from collections.abc import AsyncIterator, Iterable, Sequence
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from triton_omni.backends.wire import Deadlines, GenerateRequest, SpeechParams
+from triton_omni.backends.wire import AudioPiece, Deadlines, GenerateRequest, SpeechParams, WordsPiece, WordTime
 from triton_omni.openai.endpoints.chat_answer import usage_of
 from triton_omni.openai.endpoints.chat_request import name_of
-from triton_omni.openai.endpoints.schemas import SpeechBody
+from triton_omni.openai.endpoints.schemas import CaptionedSpeechBody, Json, SpeechBody, SpeechStreamConfig
 from triton_omni.openai.http import sse
 from triton_omni.openai.http.bodies import read_json
 from triton_omni.openai.http.calls import BackendCall, BrokenOff, PieceStream, open_pieces
 from triton_omni.openai.http.context import Services, context_of
-from triton_omni.openai.http.errors import ApiError, invalid, missing
+from triton_omni.openai.http.errors import ApiError, invalid, missing, unsupported
 from triton_omni.openai.media import audio
 from triton_omni.pieces import Piece
+
+WORDS_HEADER = "X-Word-Timestamps"
+MAX_HEADER_BYTES = 4096
 
 
 async def speak(request: Request) -> Response:
@@ -28,35 +33,79 @@ async def speak(request: Request) -> Response:
     body = await read_json(request, SpeechBody)
     file_format = body.response_format or "mp3"
     pieces = await open_pieces(context, speech_call(body, context.services))
-    writer = SpeechWriter(file_format)
+    writer = SpeechWriter(file_format, with_words=body.with_words)
     if body.stream_format == "sse":
         await pieces.begin()
         return sse.response(sse.body(context.services.pools, pieces, writer.events))
+    if body.with_words:  # they stand in the head, so all of the audio waits for the last of them
+        data = b"".join([writer.encoded(piece) async for _, piece in pieces])
+        return Response(data, media_type=audio.MEDIA_TYPES[file_format], headers=_words_header(writer.words))
     first = await _first_bytes(pieces, writer)
     return StreamingResponse(_rest(first, pieces, writer), media_type=audio.MEDIA_TYPES[file_format])
 
 
-def speech_call(body: SpeechBody, services: Services) -> BackendCall:
+async def speak_captioned(request: Request) -> Response:
+    """Speak a text with the times of its words, a line of JSON per piece of audio, or one with all of it."""
+    context = context_of(request)
+    body = await read_json(request, CaptionedSpeechBody)
+    pieces = await open_pieces(context, speech_call(body, context.services))
+    writer = SpeechWriter(body.response_format or "mp3", with_words=body.with_words)
+    if body.stream is not False:
+        await pieces.begin()
+        return StreamingResponse(_caption_lines(pieces, writer), media_type="application/x-ndjson")
+    data = b"".join([writer.encoded(piece) async for _, piece in pieces])
+    return Response(writer.caption(data, writer.words), media_type="application/json")
+
+
+def speech_call(body: SpeechBody | CaptionedSpeechBody | SpeechStreamConfig, services: Services) -> BackendCall:
     """The call. Raises ApiError naming the parameter."""
-    if not body.input.strip():
+    text = "" if isinstance(body, SpeechStreamConfig) else body.input
+    if not text.strip() and not isinstance(body, SpeechStreamConfig):
         raise missing("input")
+    instructions = None if isinstance(body, CaptionedSpeechBody) else body.instructions
     request = GenerateRequest(
         operation="speech",
-        input=body.input,
+        input=text,
+        open_input=isinstance(body, SpeechStreamConfig),
+        modalities=(AudioPiece.kind, WordsPiece.kind) if body.with_words else (),
         speech=SpeechParams(
-            services.voice_of(name_of(body.voice)), body.language, body.speed or 1.0, body.instructions or ""
+            services.voice_of(name_of(body.voice)), body.language, body.speed or 1.0, instructions or ""
         ),
         stages=body.stages or {},
         deadlines=body.deadlines or Deadlines(),
         priority=body.priority or 0,
     )
-    return BackendCall(body.model, request, {})
+    errors: dict[str, ApiError] = {}
+    if body.with_words:
+        errors["modalities"] = unsupported(body.words_param, f"'{body.model}' does not provide the times of words.")
+    if request.open_input:
+        errors["open_input"] = unsupported("model", f"'{body.model}' speaks only a text that is complete.")
+    return BackendCall(body.model, request, {}, errors=errors)
+
+
+def _words_header(words: Sequence[WordTime] | None) -> dict[str, str]:
+    """Word times in milliseconds as a header; one that clients might refuse for its size is left out, which another
+    header says. Null: they could not be found."""
+    times = None if words is None else [
+        {"word": w.word, "start_ms": round(w.start_s * 1000), "end_ms": round(w.end_s * 1000)} for w in words
+    ]  # fmt: skip
+    text = json.dumps(times, separators=(",", ":"))
+    return {WORDS_HEADER: text} if len(text) <= MAX_HEADER_BYTES else {f"{WORDS_HEADER}-Omitted": f"{len(text)} bytes"}
 
 
 class SpeechWriter:
-    """Pieces of audio → the bytes of one file in its format."""
+    """Pieces of audio → the bytes of one file in its format, and the words that were said.
 
-    def __init__(self, file_format: str) -> None:
+    words           so far; None if they were not asked for, or could not be found
+    sample_rate_hz  of the file; 0 before the first audio
+    """
+
+    def __init__(self, file_format: str, *, with_words: bool = False, may_be_silent: bool = False) -> None:
+        """`may_be_silent`: no audio at all is an empty file, not an error."""
+        self.words: list[WordTime] | None = [] if with_words else None
+        self.sample_rate_hz = 0
+        self._may_be_silent = may_be_silent
+        self._with_words = with_words
         self._file_format = file_format
         self._encoder: audio.Encoder | None = None
 
@@ -65,12 +114,18 @@ class SpeechWriter:
         data = b""
         if piece.audio is not None and piece.audio.size:
             if self._encoder is None:
+                self.sample_rate_hz = audio.PCM_HZ if self._file_format == "pcm" else piece.sample_rate_hz
                 self._encoder = audio.encoder(self._file_format, piece.sample_rate_hz)
             data = self._encoder.feed(piece.audio)
+        if self.words is not None:
+            self.words += words_of(piece)
         if piece.event.type == "end":
-            if self._encoder is None:
+            if WordsPiece.kind in piece.event.missing:
+                self.words = None
+            if self._encoder is not None:
+                data += self._encoder.finish()
+            elif not self._may_be_silent:
                 raise invalid("input", "There is nothing in 'input' that could be spoken.")
-            data += self._encoder.finish()
         return data
 
     def events(self, run: int, piece: Piece) -> Iterable[bytes]:
@@ -78,6 +133,8 @@ class SpeechWriter:
         if data := self.encoded(piece):
             delta = {"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()}
             yield sse.data(delta, "speech.audio.delta")
+        if words := words_of(piece):
+            yield sse.data({"type": "speech.audio.words", "words": word_dicts(words)}, "speech.audio.words")
         if piece.event.type == "end":
             counts = usage_of(piece.event)
             usage = {
@@ -85,7 +142,45 @@ class SpeechWriter:
                 "output_tokens": counts["completion_tokens"],
                 "total_tokens": counts["total_tokens"],
             }
-            yield sse.data({"type": "speech.audio.done", "usage": usage}, "speech.audio.done")
+            done: Json = {"type": "speech.audio.done", "usage": usage}
+            if self._with_words:
+                done["words"] = None if self.words is None else word_dicts(self.words)
+            yield sse.data(done, "speech.audio.done")
+
+    def caption(self, data: bytes, words: Sequence[WordTime] | None) -> bytes:
+        """Audio and the words in it as a line of JSON."""
+        times = None if words is None else [
+            {"word": w.word, "start_time": w.start_s, "end_time": w.end_s} for w in words
+        ]  # fmt: skip
+        line = {
+            "audio": base64.b64encode(data).decode(), "audio_format": audio.MEDIA_TYPES[self._file_format],
+            "timestamps": times,
+        }  # fmt: skip
+        return msgspec.json.encode(line) + b"\n"
+
+
+def word_dicts(words: Sequence[WordTime]) -> list[Json]:
+    """Word times as OpenAI writes those of transcripts."""
+    return [{"word": word.word, "start": word.start_s, "end": word.end_s} for word in words]
+
+
+def words_of(piece: Piece) -> Sequence[WordTime]:
+    """The words that a piece has times for."""
+    return piece.event.piece.words if isinstance(piece.event.piece, WordsPiece) else ()
+
+
+async def _caption_lines(pieces: PieceStream, writer: SpeechWriter) -> AsyncIterator[bytes]:
+    """A line per piece of audio, with the words that came before it; the last one may have none."""
+    words: list[WordTime] = []
+    try:
+        async for _, piece in pieces:
+            words += words_of(piece)
+            data = writer.encoded(piece)
+            if data or (piece.event.type == "end" and words):
+                yield writer.caption(data, words)
+                words = []
+    except ApiError as error:
+        yield msgspec.json.encode(error.body) + b"\n"
 
 
 async def _first_bytes(pieces: PieceStream, writer: SpeechWriter) -> bytes:

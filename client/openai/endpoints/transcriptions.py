@@ -24,6 +24,7 @@ from triton_omni.backends.wire import (
 from triton_omni.media import Media
 from triton_omni.openai.endpoints.messages import media_errors
 from triton_omni.openai.endpoints.schemas import Json, TranscriptionBody
+from triton_omni.openai.endpoints.speech import word_dicts
 from triton_omni.openai.http import sse
 from triton_omni.openai.http.calls import BackendCall, open_pieces
 from triton_omni.openai.http.context import context_of
@@ -57,7 +58,7 @@ class Transcript:
         self.segments.append(
             {"id": len(self.segments), "start": segment.start_s, "end": segment.end_s, "text": segment.text, **facts}
         )
-        self.words += [{"word": word.word, "start": word.start_s, "end": word.end_s} for word in segment.words]
+        self.words += word_dicts(segment.words)
         return segment.text
 
     @property

@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 
 from triton_omni.backends.telemetry.traces import traces
 from triton_omni.fetch import is_any, is_public
@@ -26,6 +26,7 @@ from triton_omni.openai.endpoints import (
     openapi,
     responses,
     speech,
+    speech_stream,
     status,
     transcriptions,
 )
@@ -49,6 +50,8 @@ ROUTES = (
     Route("/v1/completions", completions.complete, methods=["POST"]),
     Route("/v1/embeddings", completions.embed, methods=["POST"]),
     Route("/v1/audio/speech", speech.speak, methods=["POST"]),
+    WebSocketRoute("/v1/audio/speech/stream", speech_stream.stream_speech),
+    Route("/dev/captioned_speech", speech.speak_captioned, methods=["POST"]),
     Route("/v1/audio/transcriptions", transcriptions.transcribe, methods=["POST"]),
     Route("/v1/audio/translations", transcriptions.translate, methods=["POST"]),
     Route("/v1/images/generations", images.generate, methods=["POST"]),
@@ -63,7 +66,8 @@ ROUTES = (
     Route("/metrics", status.show_metrics),
 )
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-ignored-parameters", "x-ratelimit-limit-requests",
-                   "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests")  # fmt: skip
+                   "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests",
+                   "x-word-timestamps", "x-word-timestamps-omitted")  # fmt: skip
 
 
 def make_app(backend: Backend, settings: Settings) -> Starlette:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 from triton_omni.fetch import IsAllowed
@@ -76,7 +76,7 @@ def set_context(scope: Scope, context: RequestContext) -> None:
     scope[_KEY] = context
 
 
-def context_of(request: Request) -> RequestContext:
+def context_of(request: HTTPConnection) -> RequestContext:
     """The context of a request."""
     context: RequestContext = request.scope[_KEY]
     return context

@@ -31,7 +31,7 @@ from triton_omni.openai.http.tracing import traced
 
 log = logging.getLogger("triton_omni.proxy")
 
-PROTECTED = "/v1/"
+PROTECTED = ("/v1/", "/dev/")
 NO_KEY = ApiError(401, "You didn't provide an API key.", code="invalid_api_key")
 WRONG_KEY = ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
 INTERNAL = ApiError(500, "Internal error of the proxy.", code="internal_error", kind="server_error")
