@@ -70,16 +70,19 @@ class CodePredictor(nn.Module):
     """Residual codes of up to `max_runs` frames at once. Parameters load from transformers' names."""
 
     def __init__(self, config: PreTrainedConfig, input_size: int, max_runs: int, sampling: ResidualSampling) -> None:
-        """`config` is transformers' code predictor config; `input_size` the width of the talker's hidden rows."""
+        """`config` is transformers' code predictor config; `input_size` the width of the talker's rows and of the
+        embeddings: where it is another than the predictor's, a projection stands between."""
         super().__init__()
-        assert input_size == config.hidden_size, "a predictor of another width needs a projection"
         self.config = config
         self.sampling = sampling
         self.books: int = config.num_code_groups - 1
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = _weight(config.hidden_size)
         self.heads = _weight(self.books, config.vocab_size, config.hidden_size)
-        self.embeddings = _weight(self.books, config.vocab_size, config.hidden_size)
+        self.embeddings = _weight(self.books, config.vocab_size, input_size)
+        self.projection = self.projection_bias = None
+        if input_size != config.hidden_size:
+            self.projection, self.projection_bias = _weight(config.hidden_size, input_size), _weight(config.hidden_size)
         cache = (config.num_hidden_layers, 2, max_runs, config.num_key_value_heads, self.books + 1, config.head_dim)
         self.register_buffer("cache", torch.zeros(cache), persistent=False)
         self.register_buffer("rotation", torch.empty(0), persistent=False)
@@ -111,6 +114,8 @@ class CodePredictor(nn.Module):
             yield from (f"{layer}.mlp.{matrix}.weight" for matrix in ("gate_proj", "up_proj", "down_proj"))
             yield from (f"{layer}.{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm"))
         yield "model.norm.weight"
+        if self.projection is not None:
+            yield from ("small_to_mtp_projection.weight", "small_to_mtp_projection.bias")
         for book in range(self.books):
             yield f"lm_head.{book}.weight"
             yield f"model.codec_embedding.{book}.weight"
@@ -119,6 +124,10 @@ class CodePredictor(nn.Module):
         match name:
             case ["model", "norm", _]:
                 self.norm.copy_(tensor)
+            case ["small_to_mtp_projection", kind]:
+                target = self.projection if kind == "weight" else self.projection_bias
+                assert target is not None, "its name is expected where there is one"
+                target.copy_(tensor)
             case ["lm_head", book, _]:
                 self.heads[int(book)].copy_(tensor)
             case ["model", "codec_embedding", book, _]:
@@ -160,7 +169,7 @@ class CodePredictor(nn.Module):
         """
         frame_keys = mix(draws.seeds ^ mix(draws.frames * GOLDEN))
         codes, total = [tokens], first
-        rows, position = torch.stack([hidden, first], 1), 0
+        rows, position = self._projected(torch.stack([hidden, first], 1)), 0
         for book in range(self.books):
             last = self._forward(rows, position)
             position += rows.shape[1]
@@ -168,8 +177,16 @@ class CodePredictor(nn.Module):
             codes.append(draw(logits, mix(frame_keys + book), draws.greedy, self.sampling))
             embedding = F.embedding(codes[-1], self.embeddings[book])
             total = total + embedding
-            rows = embedding[:, None]
+            rows = self._projected(embedding[:, None])
         return torch.stack(codes, 1), total
+
+    @torch.no_grad()
+    def residual_rows(self, codes: torch.Tensor) -> torch.Tensor:
+        """Summed embeddings (frames, input size) of residual codes (frames, books) int64."""
+        return torch.stack([F.embedding(codes[:, book], self.embeddings[book]) for book in range(self.books)]).sum(0)
+
+    def _projected(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.projection is None else F.linear(rows, self.projection, self.projection_bias)
 
     def _forward(self, rows: torch.Tensor, position: int) -> torch.Tensor:
         """Rows (runs, n, hidden) at `position` and on → the last one's final hidden row (runs, hidden)."""

@@ -24,7 +24,6 @@ from triton_omni.backends.ar.llm import Llm
 from triton_omni.backends.ar.options import read_options
 from triton_omni.backends.ar.params import ParamDefaults, vllm_params
 from triton_omni.backends.ar.rows import BeginRows, RowStore
-from triton_omni.backends.ar.sampling import stage_sampling
 from triton_omni.backends.ar.upstream import attach_rows, hook_arguments
 from triton_omni.backends.core.chunk import Tensor
 from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFailed, EngineFinished, Run
@@ -47,12 +46,16 @@ class ConditioningUpdate:
     prompt         once, as the network's `prompt_rows` reads it
     prompt_length  rows of the prompt
     text_tokens    text token ids, one for each later step
+    context        codes (frames, books) int16 that the consumer's audio goes on from; sent in front of the first frame
+    max_frames     bound of the run's frames, beside that of its sampling
     positions      M-RoPE positions of the prompt (3, rows) and the offset of later ones; None: 0, 1, 2, …
     """
 
     prompt: object = None
     prompt_length: int = 0
     text_tokens: Sequence[int] = ()
+    context: np.ndarray | None = None
+    max_frames: int | None = None
     positions: tuple[torch.Tensor, int] | None = None
 
 
@@ -60,7 +63,8 @@ class Conditioning(Protocol):
     """One run's conditioning, model-specific."""
 
     def update(self, inputs: Any, last: bool) -> ConditioningUpdate:
-        """Read what the edge's adapter made of a chunk."""
+        """Read what the edge's adapter made of a chunk. An entry run is asked once, with None: its prompt is in its
+        request."""
         ...
 
 
@@ -69,15 +73,22 @@ class FrameModel(Protocol):
 
     pad_token      token id of every prompt position; one that is never sampled
     end_token      sampled instead of a frame at the end of speech
+    min_frames     frames before `end_token` may be sampled
     sampling       the model's own sampling defaults
     """
 
     pad_token: int
     end_token: int
+    min_frames: int
     sampling: Mapping[str, object]
 
-    def conditioning(self, run: Run) -> Conditioning:
-        """Conditioning of a new run; raises BadRequest for what can be refused at once."""
+    def sampling_of(self, run: Run, stage: str) -> Sampling:
+        """What a request says of this stage's sampling; raises BadRequest naming the key."""
+        ...
+
+    def conditioning(self, run: Run, context_length: int) -> Conditioning:
+        """Conditioning of a new run; raises BadRequest for what can be refused at once. `context_length` is that of
+        the deployment: rows of prompt and frames together."""
         ...
 
 
@@ -124,24 +135,21 @@ class FrameEngine:
         self._runs: dict[str, FrameRunState] = {}
         self._silent: list[FrameRunState] = []
         """Runs whose upstream ended before a prompt was complete."""
+        self._context: list[EngineChunk] = []
+        """Chunks of started runs that no step has returned yet."""
 
     # --- Engine ---------------------------------------------------------------------------------------------------
     def open(self, run: Run) -> None:
-        sampling = stage_sampling(run.options(self.stage), Sampling(seed=run.request.sampling.seed), self.stage)
+        sampling = self.model.sampling_of(run, self.stage)
         self._params(sampling, self.llm.max_model_len, "")  # refuses bad sampling before upstream stages run
-        run.state = FrameRunState(run, run.id.hex(), sampling, self.model.conditioning(run))
+        state = FrameRunState(run, run.id.hex(), sampling, self.model.conditioning(run, self.llm.max_model_len))
+        if not run.upstream:
+            self._advance(state, state.conditioning.update(None, True), True)
+        run.state = state
 
     def feed(self, run: Run, inputs: object, last: bool) -> bool:
         state: FrameRunState = run.state
-        update = state.conditioning.update(inputs, last)
-        if update.prompt is not None:
-            self._start(state, update)
-        if state.rows is None:
-            if last:
-                self._silent.append(state)
-            return True
-        if state.key in self._runs:  # a run that has reached max_tokens ignores the rest of the text
-            self.gate.push_tokens(state.key, update.text_tokens, last)
+        self._advance(state, state.conditioning.update(inputs, last), last)
         return True
 
     def stop(self, run: Run) -> None:
@@ -149,6 +157,7 @@ class FrameEngine:
         if state is None:
             return
         if self._runs.pop(state.key, None) is not None:
+            self._context = [chunk for chunk in self._context if chunk.run is not run]
             self.llm.abort(state.key)
             self.gate.end(state.key)
         elif state in self._silent:
@@ -156,7 +165,9 @@ class FrameEngine:
 
     def step(self) -> Sequence[EngineEvent]:
         events: list[EngineEvent] = [EngineFinished(state.run, "stop", {"audio_frames": 0}) for state in self._silent]
+        events += self._context
         self._silent.clear()
+        self._context.clear()
         for state in self._runs.values():
             _gated(state).paused = state.run.blocked
         outputs = self.llm.step()
@@ -173,7 +184,7 @@ class FrameEngine:
     @property
     def has_work(self) -> bool:
         """Runs whose next row is missing or whose consumer is full do not count: the loop sleeps until it changes."""
-        return bool(self._silent) or any(self._can_step(state) for state in self._runs.values())
+        return bool(self._silent or self._context) or any(self._can_step(state) for state in self._runs.values())
 
     def close(self) -> None:
         self.llm.close()
@@ -184,16 +195,29 @@ class FrameEngine:
         gated.paused = state.run.blocked
         return gated.can_step
 
+    def _advance(self, state: FrameRunState, update: ConditioningUpdate, last: bool) -> None:
+        if update.prompt is not None:
+            self._start(state, update)
+        if state.rows is None:
+            if last:
+                self._silent.append(state)
+        elif state.key in self._runs:  # a run that has reached max_tokens ignores the rest of the text
+            self.gate.push_tokens(state.key, update.text_tokens, last)
+
     def _start(self, state: FrameRunState, update: ConditioningUpdate) -> None:
-        params = self._params(state.sampling, self.llm.room_after(update.prompt_length), state.key)
+        room = self.llm.room_after(update.prompt_length)
+        params = self._params(state.sampling, min(room, update.max_frames or room), state.key)
         prompt = TokensPrompt(prompt_token_ids=[self.model.pad_token] * update.prompt_length)
         state.scheduled = self.llm.add(state.run, state.key, prompt, params, lambda: "messages")
         event = BeginRows(state.key, update.prompt, update.positions, _residual_seed(params))
         state.rows = self.gate.begin(event, update.prompt_length)
         self._runs[state.key] = state
+        if update.context is not None:
+            self._context.append(EngineChunk(state.run, (Tensor.of("context", update.context),)))
 
     def _params(self, sampling: Sampling, room: int, key: str) -> SamplingParams:
-        return vllm_params(sampling, self._defaults, room=room, key=key, end_token=self.model.end_token)
+        end, least = self.model.end_token, self.model.min_frames
+        return vllm_params(sampling, self._defaults, room=room, key=key, end_token=end, min_tokens=least)
 
     def _events(self, state: FrameRunState, output: RequestOutput) -> list[EngineEvent]:
         completion = output.outputs[0]

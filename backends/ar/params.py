@@ -43,10 +43,12 @@ def vllm_params(
     key: str,
     grammar: str | None = None,
     end_token: int | None = None,
+    min_tokens: int = 0,
 ) -> SamplingParams:
     """Parameters of run `key`, of which `room` tokens fit after the prompt; raises BadRequest naming the field.
 
-    `grammar` is a structural tag the text must follow; `end_token` ends a run whose tokens are not text.
+    `grammar` is a structural tag the text must follow; `end_token` ends a run whose tokens are not text,
+    behind `min_tokens` others.
     """
     arguments = sampling_arguments(sampling, defaults.deploy, defaults.model, vocab=defaults.vocab, room=room)
     structure = _structure(sampling.json_schema, grammar)
@@ -56,6 +58,7 @@ def vllm_params(
             structured_outputs=structure,
             output_kind=RequestOutputKind.DELTA,
             stop_token_ids=None if end_token is None else [end_token],
+            min_tokens=min(min_tokens, arguments["max_tokens"]),
             detokenize=end_token is None,
             extra_args={RUN_KEY: key},
         )

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage `code2wav`: frames of codes to audio by transformers' network, which keeps its state between chunks.
-
-All layers are causal: a run carries the last inputs of each convolution and the keys and values of the attention's
-window. Each frame is decoded once, and the joined chunks equal the network's output for all frames at once.
+"""Stage `code2wav`: frames of codes to audio by transformers' network, which carries its state between chunks.
 
 The network leaves out the first input of its overlapping transposed convolutions and cannot complete the last one, so
 F frames give F * samples_per_frame - tail samples; the `tail` samples are missing at the first chunk.
@@ -10,290 +7,24 @@ F frames give F * samples_per_frame - tail samples; the `tail` samples are missi
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import msgspec
-import numpy as np
-import torch
-from safetensors import safe_open
-from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as modeling
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from triton_omni.backends.ar.options import checkpoint_folder
-from triton_omni.backends.codec.decoder import Window
-from triton_omni.backends.codec.engine import CodecEngine, CodecOptions
-from triton_omni.backends.core.engine import OptionsError, read_engine_options
-from triton_omni.backends.core.errors import BadRequest
+from triton_omni.backends.codec.engine import CodecEngine
+from triton_omni.backends.codec.streaming import streaming_engine, tensors_of
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.qwen3_omni.checkpoints import config_of
-
-if TYPE_CHECKING:
-    from transformers.utils.generic import ModelOutput
-
-SAMPLE_RATE_HZ = 24_000
-PREFIX = "code2wav."
-
-
-class StatefulCode2WavOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the decoder runs.
-
-    model               folder of the whole checkpoint
-    cuda_graph_windows  numbers of runs, such as [1, 4, 16], for which a step of `chunks.chunk_frames` is captured as a
-                        CUDA graph at start; first chunks, other lengths and more runs go without
-    chunks              options of the codec engine (backends/codec/engine.py)
-    """
-
-    model: str
-    dtype: str = "float32"
-    threads: Annotated[int, msgspec.Meta(ge=1)] = 1
-    cuda_graph_windows: tuple[Annotated[int, msgspec.Meta(ge=1, le=256)], ...] = ()
-    chunks: CodecOptions = CodecOptions(first_chunk_frames=4, chunk_frames=25)
-
-
-@dataclass(slots=True)
-class CarriedState:
-    """What a run's next chunk needs of those before: `tensors` in the order in which the layers use them."""
-
-    frames: int = 0
-    tensors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-
-
-class Pass:
-    """One pass of the network over chunks of several runs.
-
-    positions  (runs,) number of each run's first frame
-    ends       length of each run's chunk, in the time steps of the layer that is computed
-    old        carried tensors, each (runs, …); empty in a pass of first chunks
-    new        the same for the next pass, each a list by run
-    """
-
-    def __init__(self, positions: torch.Tensor, ends: Sequence[int], old: Sequence[torch.Tensor]) -> None:
-        self.positions = positions
-        self.ends = list(ends)
-        self.is_first = not old
-        self.new: list[list[torch.Tensor]] = []
-        self._old = iter(old)
-
-    def join(self, inputs: torch.Tensor, size: int, first: int) -> torch.Tensor:
-        """`inputs` (runs, …, steps, features) with `size` carried steps in front (`first` steps of zeros in a first
-        chunk). What lies behind the end of a shorter run is not carried on."""
-        shape = (*inputs.shape[:-2], first, inputs.shape[-1])
-        joined = torch.cat([inputs.new_zeros(shape) if self.is_first else next(self._old), inputs], -2)
-        before = first if self.is_first else size
-        self.new.append(
-            [row.narrow(-2, before + end - size, size).clone() for row, end in zip(joined, self.ends, strict=True)]
-        )
-        return joined
-
-
-class StreamingNetwork:
-    """transformers' network, whose causal layers take their history from the pass instead of from zeros."""
-
-    def __init__(self, network: Qwen3OmniMoeCode2Wav) -> None:
-        self.network = network
-        self._pass: Pass
-        for module in network.modules():
-            if isinstance(module, modeling.Qwen3OmniMoeCausalConvNet) and module.padding:
-                module.forward = partial(self._convolve, module)  # pyright: ignore[reportAttributeAccessIssue]
-            elif isinstance(module, modeling.Qwen3OmniMoeCausalTransConvNet):
-                upsample = partial(self._upsample, module, module.forward)
-                module.forward = upsample  # pyright: ignore[reportAttributeAccessIssue]
-        transformer = network.pre_transformer
-        attend = partial(self._attend, transformer.forward)
-        transformer.forward = attend  # pyright: ignore[reportAttributeAccessIssue]
-
-    @torch.inference_mode()
-    def run(self, codes: torch.Tensor, chunk: Pass) -> torch.Tensor:
-        """Samples (runs, samples) of codes (runs, books, frames); afterwards `chunk` has the new states."""
-        self._pass = chunk
-        return self.network(codes)[:, 0]
-
-    def _convolve(self, module: modeling.Qwen3OmniMoeCausalConvNet, inputs: torch.Tensor) -> torch.Tensor:
-        """Causal convolution of (runs, channels, steps)."""
-        joined = self._pass.join(inputs.transpose(1, 2), module.padding, module.padding)
-        return module.conv(joined.transpose(1, 2))
-
-    def _upsample(
-        self,
-        module: modeling.Qwen3OmniMoeCausalTransConvNet,
-        forward: Callable[[torch.Tensor], torch.Tensor],
-        inputs: torch.Tensor,
-    ) -> torch.Tensor:
-        """Transposed convolution of (runs, channels, steps); an overlapping one needs the step before."""
-        chunk, stride = self._pass, module.conv.stride[0]
-        if not module.left_pad:
-            chunk.ends = [end * stride for end in chunk.ends]
-            return forward(inputs)
-        joined = chunk.join(inputs.transpose(1, 2), 1, 0)
-        chunk.ends = [(end - chunk.is_first) * stride for end in chunk.ends]
-        return forward(joined.transpose(1, 2))
-
-    def _attend(self, forward: Callable[..., ModelOutput], inputs_embeds: torch.Tensor) -> ModelOutput:
-        """The transformer over (runs, frames, hidden), with keys and values of the window before."""
-        config = self.network.config
-        kept = config.sliding_window - 1
-        frames, device = inputs_embeds.shape[1], inputs_embeds.device
-        query = torch.arange(frames, device=device)[:, None] + kept
-        key = torch.arange(kept + frames, device=device)[None]
-        positions = self._pass.positions[:, None]
-        is_near = (key <= query) & (key > query - config.sliding_window)
-        exists = key >= kept - positions
-        mask = inputs_embeds.new_zeros(len(positions), 1, frames, kept + frames).masked_fill(
-            ~(is_near & exists[:, None])[:, None], torch.finfo(inputs_embeds.dtype).min
-        )
-        return forward(
-            inputs_embeds=inputs_embeds,
-            position_ids=positions + torch.arange(frames, device=device),
-            attention_mask={"full_attention": mask, "sliding_attention": mask},
-            past_key_values=CarriedKeys(self._pass, kept),
-            use_cache=False,
-        )
-
-
-class CarriedKeys:
-    """Keys and values of the frames before, as transformers' attention asks for them."""
-
-    def __init__(self, chunk: Pass, kept: int) -> None:
-        self._pass = chunk
-        self._kept = kept
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (runs, heads, frames, size) with those of the window before in front."""
-        joined = self._pass.join(torch.stack([keys, values], 1), self._kept, self._kept)
-        return joined[:, 0], joined[:, 1]
-
-
-class Code2Wav:
-    """triton_omni.backends.codec.decoder.Decoder of Qwen3-Omni."""
-
-    left = right = 0
-    sample_rate_hz = SAMPLE_RATE_HZ
-
-    def __init__(self, network: Qwen3OmniMoeCode2Wav, device: str) -> None:
-        self._network = StreamingNetwork(network)
-        self._graphs: list[Graph] = []
-        self._device = device
-        self.codes: int = network.config.num_quantizers
-        self.samples_per_frame = int(network.total_upsample)
-        self._codebook: int = network.config.codebook_size
-
-    def start(self) -> CarriedState:
-        return CarriedState()
-
-    def check(self, codes: np.ndarray) -> None:
-        if codes.size and (codes.min() < 0 or codes.max() >= self._codebook):
-            raise BadRequest(f"codes must be from 0 to below {self._codebook}", "codes")
-
-    def capture(self, runs: Sequence[int], chunk_frames: int) -> None:
-        """From now on chunks of `chunk_frames` of up to so many runs are decoded by CUDA graphs."""
-        if not runs:
-            return
-        state = CarriedState()
-        self.decode([Window(np.zeros((chunk_frames, self.codes), np.int16), 0, 0, chunk_frames, False, state)])
-        self._graphs = [Graph(self._network, count, chunk_frames, state.tensors) for count in sorted(runs)]
-
-    def decode(self, windows: Sequence[Window]) -> list[np.ndarray]:
-        first = [index for index, window in enumerate(windows) if not window.state.frames]
-        later = [index for index, window in enumerate(windows) if window.state.frames]
-        samples: dict[int, np.ndarray] = {}
-        for group in filter(None, (first, later)):  # a first chunk gives fewer samples
-            samples |= zip(group, self._decode([windows[index] for index in group]), strict=True)
-        return [samples[index] for index in range(len(windows))]
-
-    def _decode(self, windows: Sequence[Window]) -> list[np.ndarray]:
-        """The same for first chunks only, or for none. Shorter ones are filled up at the end: no sample that is kept
-        depends on a frame behind it."""
-        states: list[CarriedState] = [window.state for window in windows]
-        lengths = [len(window.codes) for window in windows]
-        padded = np.zeros((len(windows), max(lengths), self.codes), np.int64)
-        for row, window in zip(padded, windows, strict=True):
-            row[: len(window.codes)] = window.codes
-        codes = torch.from_numpy(padded).transpose(1, 2).to(self._device)
-        positions = torch.tensor([state.frames for state in states], device=self._device)
-        old = [torch.stack(tensors) for tensors in zip(*(state.tensors for state in states), strict=True)]
-        graph = next((graph for graph in self._graphs if old and graph.fits(codes, lengths)), None)
-        if graph is None:
-            chunk = Pass(positions, lengths, old)
-            waves = self._network.run(codes, chunk)
-            new, ends = chunk.new, chunk.ends
-        else:
-            waves, new, ends = graph.run(codes, positions, old)
-        for index, (state, length) in enumerate(zip(states, lengths, strict=True)):
-            state.tensors = [tensors[index] for tensors in new]
-            state.frames += length
-        return [wave[:end].float().cpu().numpy() for wave, end in zip(waves, ends, strict=False)]
-
-
-class Graph:
-    """A step captured for one number of runs and frames; fewer runs are filled up. Not run on a GPU yet:
-    tests/reference/test_ar_omni_code2wav.py compares it where there is one."""
-
-    def __init__(self, network: StreamingNetwork, runs: int, frames: int, state: Sequence[torch.Tensor]) -> None:
-        """`state` is that of a run, for the shapes."""
-        device = state[0].device
-        books = network.network.config.num_quantizers
-        self._codes = torch.zeros((runs, books, frames), dtype=torch.int64, device=device)
-        self._positions = torch.zeros(runs, dtype=torch.int64, device=device)
-        self._old = [tensor.expand(runs, *tensor.shape).clone() for tensor in state]
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # lets libraries choose and allocate before anything is recorded
-                network.run(self._codes, Pass(self._positions, [frames] * runs, self._old))
-        stream.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        self._pass = Pass(self._positions, [frames] * runs, self._old)
-        with torch.cuda.graph(self._graph):
-            self._waves = network.run(self._codes, self._pass)
-
-    def fits(self, codes: torch.Tensor, lengths: Sequence[int]) -> bool:
-        runs, _, frames = self._codes.shape
-        return len(codes) <= runs and set(lengths) == {frames}
-
-    def run(
-        self, codes: torch.Tensor, positions: torch.Tensor, old: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[list[torch.Tensor]], list[int]]:
-        """Samples (runs, samples), which the next run overwrites, the new states, and numbers of samples."""
-        count = len(codes)
-        for static, given in zip((self._codes, self._positions, *self._old), (codes, positions, *old), strict=True):
-            static[:count].copy_(given)
-        self._graph.replay()
-        new = [[tensor.clone() for tensor in tensors[:count]] for tensors in self._pass.new]
-        return self._waves, new, self._pass.ends[:count]
 
 
 def make_code2wav(context: EngineContext) -> CodecEngine:
     """The engine of stage `code2wav`."""
-    options = read_engine_options(context.options, StatefulCode2WavOptions, context.stage)
-    if options.cuda_graph_windows and context.device != "cuda":
-        raise OptionsError(f"stage '{context.stage}': cuda_graph_windows needs device cuda, this is {context.device}")
-    folder = checkpoint_folder(options.model, context.models_dir)
-    config = config_of(str(folder))
-    network: Any = Qwen3OmniMoeCode2Wav._from_config(config.code2wav_config)
-    network.load_state_dict(weights_of(folder))
-    network.eval().to(context.device, getattr(torch, options.dtype))
-    decoder = Code2Wav(network, context.device)
-    decoder.capture(options.cuda_graph_windows, options.chunks.chunk_frames)
-    return CodecEngine(context.stage, decoder, options.chunks)
+    return streaming_engine(context, _load)
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """The network's own tensors out of the checkpoint's files, without reading the rest."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted({file for name, file in file_of.items() if name.startswith(PREFIX)})
-    else:
-        files = ["model.safetensors"]
-    weights: dict[str, torch.Tensor] = {}
-    for file in files:
-        with safe_open(folder / file, framework="pt") as tensors:
-            names = [name for name in tensors.keys() if name.startswith(PREFIX)]  # noqa: SIM118 - not a dict
-            weights |= {name.removeprefix(PREFIX): tensors.get_tensor(name) for name in names}
-    if not weights:
-        raise OptionsError(f"{folder} holds no tensors '{PREFIX}…': a checkpoint without speech?")
-    return weights
+def _load(model: str, models_dir: str) -> Any:
+    folder = checkpoint_folder(model, models_dir)
+    network: Any = Qwen3OmniMoeCode2Wav._from_config(config_of(str(folder)).code2wav_config)
+    network.load_state_dict(tensors_of(folder, "code2wav."))
+    return network

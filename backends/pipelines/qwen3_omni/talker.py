@@ -16,8 +16,10 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 )
 
 from triton_omni.backends.ar.frames import ConditioningUpdate, FrameEngine
+from triton_omni.backends.ar.sampling import stage_sampling
 from triton_omni.backends.core.engine import Run
 from triton_omni.backends.core.errors import BadRequest, StageFailed
+from triton_omni.backends.core.generate import Sampling
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.qwen3_omni.adapters import EDGE, TalkerInput
 from triton_omni.backends.pipelines.qwen3_omni.checkpoints import speaking_config
@@ -42,6 +44,7 @@ class Talker:
     """triton_omni.backends.ar.frames.FrameModel of Qwen3-Omni."""
 
     sampling: Mapping[str, object] = SAMPLING
+    min_frames = 0
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
@@ -52,7 +55,11 @@ class Talker:
         self._rope: Any = RopeIndex(config)
         self.media_ids = frozenset((config.audio_token_id, config.image_token_id, config.video_token_id))
 
-    def conditioning(self, run: Run) -> TalkerConditioning:
+    def sampling_of(self, run: Run, stage: str) -> Sampling:
+        """The request's `sampling` is the thinker's, but for the seed."""
+        return stage_sampling(run.options(stage), Sampling(seed=run.request.sampling.seed), stage)
+
+    def conditioning(self, run: Run, context_length: int) -> TalkerConditioning:
         name = (run.request.speech.voice or DEFAULT_VOICE).lower()
         if name not in self.speakers:
             raise BadRequest(
