@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from typing import Any
@@ -14,12 +13,12 @@ import httpx
 
 from triton_omni.ask import Show
 from triton_omni.backends.wire import OmniError
+from triton_omni.live_view import LiveView, MetricsPage
 from triton_omni.sync import Client
 
 CLEAR = "\x1b[2J\x1b[H"
 METRICS_TIMEOUT_S = 2.0
-_MODEL = re.compile(r'nv_inference_request_success\{model="([^"]*)"')
-_SAMPLE = re.compile(r"^((?:omni|nv)_\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+MIB = 1 << 20
 
 
 def doctor(client: Client, options: argparse.Namespace, show: Show) -> int:
@@ -30,18 +29,17 @@ def doctor(client: Client, options: argparse.Namespace, show: Show) -> int:
         return 1 if options.no_setup else 0  # the server's own doctor has reported its processes
     show("answers\n")
     code = 0
-    for name in pipelines(client, [], samples(options.metrics)):
+    for name in pipelines(client, [], read_page(options.metrics)):
         code |= _show_pipeline(client, name, show)
     return code
 
 
-def pipelines(client: Client, names: list[str], now: dict[str, float]) -> list[str]:
+def pipelines(client: Client, names: list[str], page: MetricsPage) -> list[str]:
     """The given pipelines, or all of the server: from its metrics, as the index of models may be restricted.
 
     Raises OmniError where both are out of reach.
     """
-    models = dict.fromkeys(match[1] for key in now if (match := _MODEL.match(key)))
-    return names or [m for m in models if client.is_public(m)] or [model.name for model in client.models()]
+    return names or [m for m in page.models if client.is_public(m)] or [model.name for model in client.models()]
 
 
 def _show_pipeline(client: Client, name: str, show: Show) -> int:
@@ -59,45 +57,30 @@ def _show_pipeline(client: Client, name: str, show: Show) -> int:
 
 def top(client: Client, options: argparse.Namespace, show: Show) -> int:
     """Show a view of the server every second."""
-    before: dict[str, float] = {}
+    live = LiveView()
     while True:
-        now = samples(options.metrics)
-        names = pipelines(client, options.model, now)
+        page = read_page(options.metrics)
+        live.add(time.monotonic(), page)
+        facts = _facts(client, pipelines(client, options.model, page), live)
         if options.json:
-            show(json.dumps(_facts(client, names, now)) + "\n")
+            show(json.dumps(facts) + "\n")
         else:
-            show((CLEAR if sys.stdout.isatty() else "") + view(client, names, now, before, options.every_s))
+            show((CLEAR if sys.stdout.isatty() else "") + view(facts))
         if options.once:
             return 0
-        before = now
         time.sleep(options.every_s)
 
 
-def samples(address: str) -> dict[str, float]:
-    """The samples of Triton's metrics by name and labels; empty if the service does not answer."""
+def read_page(address: str) -> MetricsPage:
+    """Triton's metrics; empty if the service does not answer."""
     try:
-        text = httpx.get(f"http://{address}/metrics", timeout=METRICS_TIMEOUT_S, trust_env=False).text
+        return MetricsPage(httpx.get(f"http://{address}/metrics", timeout=METRICS_TIMEOUT_S, trust_env=False).text)
     except httpx.HTTPError:
-        return {}
-    return {f"{m[1]}{{{m[2] or ''}}}": float(m[3]) for m in _SAMPLE.finditer(text)}
+        return MetricsPage()
 
 
-def view(client: Client, names: list[str], now: dict[str, float], before: dict[str, float], every_s: float) -> str:
-    """One screen."""
-    lines = [time.strftime("%H:%M:%S")]
-    for name, state in _facts(client, names, now)["pipelines"].items():
-        if "error" in state:
-            lines.append(f"{name}: {state['error']}")
-            continue
-        lines.append(_headline(name, state))
-        lines += [_stage_line(stage, facts) for stage, facts in state["stages"].items()]
-        lines += [_request_line(request) for request in state["requests"]]
-        lines += _rates(name, now, before, every_s)
-    return "\n".join(lines) + "\n"
-
-
-def _facts(client: Client, names: list[str], now: dict[str, float]) -> dict[str, Any]:
-    """The contents of a view; `steps` of a stage are those at its last update of the metrics."""
+def _facts(client: Client, names: list[str], live: LiveView) -> dict[str, Any]:
+    """The contents of a view; numbers of the metrics are those of their last update."""
     states: dict[str, Any] = {}
     for name in names:
         try:
@@ -106,33 +89,57 @@ def _facts(client: Client, names: list[str], now: dict[str, float]) -> dict[str,
             states[name] = {"error": error.line()}
             continue
         for stage, facts in state["stages"].items():
-            facts["steps"] = now.get(f'omni_stage_steps_total{{pipeline="{name}",stage="{stage}"}}')
-        states[name] = state
-    return {"time_s": time.time(), "pipelines": states}
+            facts |= live.stage(name, stage)
+        states[name] = state | live.pipeline(name)
+    return {"time_s": time.time(), "pipelines": states, "gpus": live.gpus()}
+
+
+def view(facts: dict[str, Any]) -> str:
+    """One screen."""
+    lines = [time.strftime("%H:%M:%S", time.localtime(facts["time_s"])) + "".join(map(_gpu, facts["gpus"]))]
+    for name, state in facts["pipelines"].items():
+        if "error" in state:
+            lines.append(f"{name}: {state['error']}")
+            continue
+        lines += [_headline(name, state), *_latency_lines(state)]
+        lines += [_stage_line(stage, facts) for stage, facts in state["stages"].items()]
+        lines += [_request_line(request) for request in state["requests"]]
+    return "\n".join(lines) + "\n"
+
+
+def _gpu(gpu: dict[str, Any]) -> str:
+    total = "" if gpu["total_bytes"] is None else f" of {gpu['total_bytes'] / MIB:.0f}"
+    return f"  {gpu['gpu'][:12]}: {gpu['used_bytes'] / MIB:.0f}{total} MiB"
 
 
 def _headline(name: str, state: dict[str, Any]) -> str:
-    return f"{name:16} {state['state']:11} live {state['live']:4}  queued {state['queued']:4}"
+    line = f"{name:16} {state['state']:11} live {state['live']:4}  queued {state['queued']:4}"
+    rates = (("requests_per_s", "requests/s"), ("tokens_per_s", "tokens/s"), ("audio_s_per_s", "s of audio/s"))
+    return line + "".join(f"  {state[key]:.1f} {unit}" for key, unit in rates if state[key])
+
+
+def _latency_lines(state: dict[str, Any]) -> list[str]:
+    return [
+        f"  first {output:10} p50 {found['p50']:.3f} s  p95 {found['p95']:.3f} s"
+        for output, found in state["first_output_s"].items()
+        if found["p50"] is not None
+    ]
 
 
 def _stage_line(stage: str, facts: dict[str, Any]) -> str:
     instances = f"{facts.get('ready', 0)}/{facts['instances']}"
     line = f"  {stage:14} {facts['state']:10} live {facts['live']:4}  instances {instances}"
     line += f"  restarts {facts.get('restarts', 0)}"
-    return line if facts["steps"] is None else f"{line}  steps {facts['steps']:.0f}"
+    line += "" if facts["steps"] is None else f"  steps {facts['steps']:.0f}"
+    line += f" ({facts['steps_per_s']:.0f}/s)" if facts["steps_per_s"] else ""
+    line += f"  runs per step {facts['runs_per_step']:.1f}" if facts["runs_per_step"] else ""
+    busy = (
+        [f"{worker} {live}" for worker, live in facts["workers"].items() if live] if len(facts["workers"]) > 1 else []
+    )
+    return line + (f"  workers: {', '.join(busy)}" if busy else "")
 
 
 def _request_line(request: dict[str, Any]) -> str:
     pieces = ", ".join(f"{count} {output}" for output, count in request["pieces"].items())
     stages = " ".join(request["stages"]) or "-"
     return f"    {request['age_s']:8.2f} s  {request['phase']:9}  {request['id'][:40]!a}  at {stages}; {pieces}"
-
-
-def _rates(name: str, now: dict[str, float], before: dict[str, float], every_s: float) -> list[str]:
-    """Counters of one pipeline that have changed, per second."""
-    lines: list[str] = []
-    for key, value in sorted(now.items()):
-        is_counter = key.startswith("omni_") and "_total{" in key and f'pipeline="{name}"' in key
-        if is_counter and key in before and value != before[key]:
-            lines.append(f"  {key}  {(value - before[key]) / every_s:.1f}/s")
-    return lines

@@ -125,6 +125,7 @@ class StageMetrics:
     def __init__(self, pipeline: str, stage: str, instance: str) -> None:
         self._counters = {
             "steps": Family("omni_stage_steps_total", "counter", "Engine steps"),
+            "step_runs": Family("omni_stage_step_runs_total", "counter", "Runs that engine steps had something for"),
             "step_s": Family("omni_stage_step_seconds_total", "counter", "Seconds spent in engine steps"),
             "turn_s": Family("omni_stage_turn_seconds_total", "counter", "Seconds the worker's loop worked"),
         }

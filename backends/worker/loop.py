@@ -50,7 +50,7 @@ class Worker:
         self.hub = hub
         self.stub: Peer | None = None
         self.records: dict[bytes, Record] = {}
-        self.numbers: dict[str, float] = {"steps": 0.0, "step_s": 0.0, "turn_s": 0.0}
+        self.numbers: dict[str, float] = {"steps": 0.0, "step_runs": 0.0, "step_s": 0.0, "turn_s": 0.0}
         self._unsettled: dict[Record, None] = {}
         """Runs that have something to send or an end to tell: few of many, looked at in every turn."""
         self._adapters = pipeline.feeds_of(stage)
@@ -285,6 +285,7 @@ class Worker:
             self._settle()
             raise
         self.numbers["steps"] += 1
+        self.numbers["step_runs"] += len({event.run.id for event in events})
         self.numbers["step_s"] += self._clock() - started
         return events
 

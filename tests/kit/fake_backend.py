@@ -79,6 +79,7 @@ class FakeBackend:
     not_ready: dict[str, str] = field(default_factory=dict[str, str])
     degraded: bool = False
     unreachable: bool = False
+    knows_operator: bool = True
     rate_hz: int = RATE_HZ
     operations: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     seen: list[Seen] = field(default_factory=list[Seen])
@@ -174,6 +175,16 @@ class FakeBackend:
             "operations": self.operations.get(pipeline, ["chat", "completion", "speech"]),
             "about": {"voices": list(VOICES), "sample_rate": self.rate_hz, "media": list(self.media)},
         }  # fmt: skip
+
+    async def requests(self, pipeline: str) -> dict[str, Any]:
+        if not self.knows_operator:
+            raise wire.from_line("[bad_request:triton_omni_key] listing requests needs the operator's key")
+        live = [
+            {"id": call.request_id, "phase": "answering", "stages": ["words"]}
+            for call in self.seen
+            if not call.over.is_set()
+        ]
+        return {**await self.health(pipeline), "requests": live}
 
     async def models(self) -> list[Model]:
         if self.unreachable:

@@ -34,7 +34,7 @@ FORMS: dict[str, tuple[type[Strict], Json]] = {
         },
     ),
 }
-LISTS = ("/v1/models", "/v1/audio/models", "/v1/audio/voices", "/health", "/metrics", "/openapi.json")
+LISTS = ("/v1/models", "/v1/audio/models", "/v1/audio/voices", "/v1/events", "/health", "/metrics", "/openapi.json")
 REF = "#/components/schemas/"
 ERROR: Json = {
     "type": "object",

@@ -22,6 +22,7 @@ from triton_omni.openai.endpoints import (
     chat,
     completions,
     edits,
+    events,
     images,
     openapi,
     responses,
@@ -36,6 +37,7 @@ from triton_omni.openai.http.catalogue import Catalogue
 from triton_omni.openai.http.context import Services
 from triton_omni.openai.http.errors import ApiError
 from triton_omni.openai.http.guard import Guard
+from triton_omni.openai.http.live import LiveReadings
 from triton_omni.openai.http.metrics import ProxyMetrics
 from triton_omni.openai.http.pools import Pools
 from triton_omni.openai.http.settings import Settings
@@ -61,6 +63,7 @@ ROUTES = (
     Route("/v1/models", status.list_models),
     Route("/v1/models/", status.list_models),
     Route("/v1/models/{model:path}", status.show_model),
+    Route("/v1/events", events.events),
     Route("/openapi.json", openapi.show),
     Route("/health", status.health),
     Route("/metrics", status.show_metrics),
@@ -72,9 +75,11 @@ EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-ignored-parameters", "x-rat
 
 def make_app(backend: Backend, settings: Settings) -> Starlette:
     """The application over a backend, which it closes when it ends."""
+    catalogue = Catalogue(backend, settings.models, settings.model_aliases)
     services = Services(
         backend=backend,
-        catalogue=Catalogue(backend, settings.models, settings.model_aliases),
+        catalogue=catalogue,
+        live=LiveReadings(catalogue, settings.metrics_url),
         transcripts=Transcripts(),
         responses=ResponseStore(),
         pools=Pools(),

@@ -14,6 +14,12 @@ from triton_omni.openai.http.errors import ApiError, invalid, of_omni
 
 FRESH_S = 2.0
 OWNER = "triton-omni"
+ENDPOINTS = {
+    "chat": ("/v1/chat/completions", "/v1/responses"), "completion": ("/v1/completions",),
+    "speech": ("/v1/audio/speech",), "transcription": ("/v1/audio/transcriptions",),
+    "image": ("/v1/images/generations",), "edit": ("/v1/images/edits",),
+}  # fmt: skip
+"""Operation → the routes that need it."""
 Facts = dict[str, Any]
 """A JSON object as a pipeline or this proxy reports it."""
 
@@ -88,7 +94,9 @@ class Catalogue:
         """The same from a known state."""
         own = {"id": model, "object": "model", "created": self.created, "owned_by": OWNER}
         about = dict(state.get("about", {}))
-        return {**about, **own, "ready": state["ready"], "operations": state.get("operations", [])}
+        operations: list[str] = state.get("operations", [])
+        endpoints = [path for operation in operations for path in ENDPOINTS.get(operation, ())]
+        return {**about, **own, "ready": state["ready"], "operations": operations, "endpoints": endpoints}
 
     async def _state(self, pipeline: str) -> Facts:
         try:

@@ -15,6 +15,7 @@ from triton_omni.openai.backend import Backend
 from triton_omni.openai.http.access import Access, KeyUse
 from triton_omni.openai.http.budget import Budget, Share
 from triton_omni.openai.http.catalogue import Catalogue
+from triton_omni.openai.http.live import LiveReadings
 from triton_omni.openai.http.metrics import CLIENT_GONE, ProxyMetrics
 from triton_omni.openai.http.pools import Pools
 from triton_omni.openai.http.stored_responses import ResponseStore
@@ -38,6 +39,7 @@ class Services:
     pools: Pools
     budget: Budget
     metrics: ProxyMetrics
+    live: LiveReadings
     may_fetch: IsAllowed
     voice_aliases: Mapping[str, str]
     access: Access

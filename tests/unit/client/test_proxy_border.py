@@ -23,6 +23,7 @@ def test_models(sdk: openai.OpenAI) -> None:
     assert (entry.object, entry.owned_by) == ("model", "triton-omni")
     assert entry.model_extra == {
         "voices": ["sine"], "sample_rate": 24_000, "ready": True, "operations": ["chat", "completion", "speech"],
+        "endpoints": ["/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/audio/speech"],
         "media": ["text", "audio", "image", "video"],
     }  # fmt: skip
     with pytest.raises(openai.NotFoundError):

@@ -174,7 +174,7 @@ def test_a_ping_is_answered_with_the_state(at):
     b.worker.turn(0)
     [ping] = [item for _, item in prober.hub.poll(1.0) if isinstance(item, msg.PingMessage)]
     assert (ping.name, ping.state, ping.live) == ("toy/tokens", "ready", 1)
-    assert set(ping.numbers) == {"steps", "step_s", "turn_s", "held"}
+    assert set(ping.numbers) == {"steps", "step_runs", "step_s", "turn_s", "held"}
     b.kill("prober")
     b.turn(2)
 
