@@ -66,7 +66,9 @@ def repository_files(pipeline: Pipeline, deploy: Deploy) -> dict[str, str]:
             title=f"Stage `{stage.name}` of pipeline `{pipeline.name}`.", module="stage"
         )
     checked = {s.name: deploy.stages[s.name].engine for s in pipeline.stages if s.check is not accept_all}
-    parameters = {"pipeline": pipeline.name} | to_parameters(structs.replace(deploy.orchestrator, engine=checked))
+    pools = {name: count for name, own in deploy.stages.items() if (count := own.workers) > 1}
+    orchestrator = structs.replace(deploy.orchestrator, engine=checked, workers=pools)
+    parameters = {"pipeline": pipeline.name} | to_parameters(orchestrator)
     instances = "instance_group [{ kind: KIND_CPU count: 1 }]"
     files[f"{pipeline.name}/config.pbtxt"] = _config(
         pipeline.name, PUBLIC_INPUTS, PUBLIC_OUTPUTS, instances, parameters
@@ -78,14 +80,13 @@ def repository_files(pipeline: Pipeline, deploy: Deploy) -> dict[str, str]:
 
 
 def _instances(deploy: StageDeploy) -> str:
-    """One group of instances per GPU, so that every instance has a name of its own; per several of KIND_MODEL."""
+    """One instance, whose stub starts all workers; one per GPU where the deploy file names none."""
     kind = {"cpu": "KIND_CPU", "cuda": "KIND_GPU", "auto": "KIND_AUTO"}[deploy.device]
-    placed = [f"kind: {kind}"]
-    if deploy.gpus_per_instance > 1:
-        placed = ["kind: KIND_MODEL"] * len(deploy.gpu_groups)
+    if deploy.spans_gpus:
+        kind = "KIND_MODEL"
     elif deploy.gpus:
-        placed = [f"kind: KIND_GPU gpus: [ {gpu} ]" for gpu in deploy.gpus]
-    return "instance_group [" + ", ".join(f"{{ {place} count: {deploy.instances} }}" for place in placed) + "]"
+        kind = f"KIND_GPU gpus: [ {deploy.gpus[0]} ]"
+    return f"instance_group [{{ kind: {kind} count: 1 }}]"
 
 
 def _config(

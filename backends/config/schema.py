@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -41,6 +41,7 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     optional_s         silence of optional outputs when all others have ended; then they are given up
     max_request_bytes  size of the request's JSON
     max_media_bytes    size of all media tensors of a request together
+    workers            stages with several workers → how many, written by `make repository`
     engine             engine options of the stages that check requests before admission, written by `make repository`
     max_output_bytes   output of a stream that its client has not read; the request pauses there
     max_answer_bytes   one joined answer (`stream` false)
@@ -58,6 +59,7 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     max_output_bytes: Count = 8 << 20
     max_answer_bytes: Count = 256 << 20
     engine: dict[str, dict[str, Any]] = {}
+    workers: dict[str, Count] = {}
 
     def __post_init__(self) -> None:
         for name in ("queue_s", "first_output_s", "stall_s", "total_s", "optional_s"):
@@ -67,20 +69,23 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One stage on this machine.
 
-    instances          Triton instances per GPU (or group of GPUs), each with a worker of its own
+    instances          workers per GPU (or group of GPUs), or on the CPU
+    route              which worker of several takes a run: "least_live" (the one with the fewest runs) or "affinity"
+                       (requests that begin alike go to one worker, for its prefix cache, unless it is far busier)
     device             "cpu", "cuda" or "auto" (cuda where there is a GPU)
     gpus               GPUs to use, by the server's numbers; empty: all of them
-    gpus_per_instance  number of consecutive `gpus` per instance, for engines that spread a model
+    gpus_per_instance  number of consecutive `gpus` per worker, for engines that spread a model
     start_timeout_s    how long loading the engine may take
     hang_s             a worker without a heartbeat for this long is killed and restarted
     direct_calls       any client may call the stage's model itself; otherwise on a loopback address or with the
                        operator's key only
-    gpu_memory_bytes   memory that an instance uses on each of its GPUs: weights, caches, activations; 0: not stated.
+    gpu_memory_bytes   memory that a worker uses on each of its GPUs: weights, caches, activations; 0: not stated.
                        Only for the check that stages fit the GPUs they share
     engine             options of the stage's engine; the engine knows its own keys
     """
 
     instances: Count = 1
+    route: Literal["least_live", "affinity"] = "least_live"
     device: str = "auto"
     gpus: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     gpus_per_instance: Count = 1
@@ -103,8 +108,18 @@ class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"gpus must name a multiple of gpus_per_instance ({self.gpus_per_instance}): {self.gpus}")
 
     @property
+    def spans_gpus(self) -> bool:
+        """True if one stub has workers on several GPUs."""
+        return len(self.gpus) > 1
+
+    @property
+    def workers(self) -> int:
+        """Number of workers of one stub."""
+        return self.instances * max(1, len(self.gpu_groups))
+
+    @property
     def gpu_groups(self) -> list[list[int]]:
-        """The GPUs of each group of instances."""
+        """The GPUs of each group of workers."""
         size = self.gpus_per_instance
         return [self.gpus[i : i + size] for i in range(0, len(self.gpus), size)]
 
@@ -142,12 +157,12 @@ def to_parameters(deploy: OrchestratorDeploy | StageDeploy) -> dict[str, str]:
     """A deploy section as flat text parameters; engine options become `engine.<key>` with a JSON value."""
     values = msgspec.to_builtins(deploy)
     engine = values.pop("engine", {})
-    not_of_the_instance = ["instances", "device", "gpu_memory_bytes"]  # instance_group and static checks have them
-    if values.get("gpus_per_instance", 1) == 1:
-        not_of_the_instance += ["gpus", "gpus_per_instance"]
-    if not values.get("direct_calls", True):
-        not_of_the_instance.append("direct_calls")
-    for name in not_of_the_instance:
+    unsaid = ["device", "gpu_memory_bytes"]  # instance_group and static checks have them
+    if isinstance(deploy, StageDeploy) and not deploy.spans_gpus:
+        unsaid += ["gpus", "gpus_per_instance"]
+    defaults = {"instances": 1, "route": "least_live", "direct_calls": False, "workers": {}}
+    unsaid += [name for name, default in defaults.items() if values.get(name) == default]
+    for name in unsaid:
         values.pop(name, None)
     flat = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
     return flat | {f"engine.{key}": json.dumps(value) for key, value in engine.items()}
@@ -161,7 +176,7 @@ def from_parameters(parameters: Mapping[str, str], kind: type[T], place: str) ->
         if group == "engine" and name:
             values.setdefault("engine", {})[name] = _json(text, f"{place}: {key}")
         else:
-            values[key] = _json(text, f"{place}: {key}") if text.startswith("[") else text
+            values[key] = _json(text, f"{place}: {key}") if text.startswith(("[", "{")) else text
     return convert(values, kind, place, strict=False)
 
 

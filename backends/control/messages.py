@@ -11,7 +11,7 @@ import msgspec
 
 from triton_omni.backends.core.errors import ErrorInfo
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 INPUTS_EDGE = "@inputs"
 """Edge of the one chunk that brings a run's media tensors, sent just before its Open."""
 OUTPUT_PREFIX = "@"
@@ -42,6 +42,7 @@ class OpenMessage(ControlMessage, frozen=True, array_like=True, tag="open"):
     direct      that chunk is the stage's input itself, as one last chunk (a direct call of a consumer stage)
     stall_s     fail the run if an upstream edge is silent for longer while the engine waits; 0 = never
     optional    consumers that the run goes on without if they are lost
+    wait_s      how long the run may wait in the stub for a worker of a pool that is ready
     """
 
     run: bytes
@@ -55,6 +56,7 @@ class OpenMessage(ControlMessage, frozen=True, array_like=True, tag="open"):
     direct: bool = False
     stall_s: float = 0.0
     optional: tuple[str, ...] = ()
+    wait_s: float = 0.0
 
 
 class ConnectMessage(ControlMessage, frozen=True, array_like=True, tag="connect"):

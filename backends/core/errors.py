@@ -74,6 +74,13 @@ class StageFailed(OmniError):
     code, status = "stage_failed", 500
 
 
+class WorkerDied(StageFailed):
+    """A stage failed because a worker process died, not by what it computes: another worker may succeed."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__("the stage's worker died", where)
+
+
 class Internal(OmniError):
     code, status = "internal", 500
 
@@ -98,19 +105,22 @@ def from_line(line: str) -> OmniError:
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
-    """An error as it travels between our processes."""
+    """An error as it travels between our processes. `worker_died`: it is a `WorkerDied`."""
 
     code: str
     message: str
     where: str = ""
+    worker_died: bool = False
 
     @classmethod
     def of(cls, error: BaseException, stage: str = "") -> ErrorInfo:
         """`error` as a record; anything outside our tree is a failure of `stage`."""
         if isinstance(error, OmniError):
-            return cls(error.code, error.message, error.where or stage)
+            return cls(error.code, error.message, error.where or stage, isinstance(error, WorkerDied))
         return cls(StageFailed.code, describe(error)[:MAX_MESSAGE_CHARS], stage)
 
     def error(self) -> OmniError:
         """The exception this record stands for."""
+        if self.worker_died:
+            return WorkerDied(self.where)
         return BY_CODE.get(self.code, Internal)(self.message, self.where)

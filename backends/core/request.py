@@ -108,6 +108,11 @@ class RequestExpired:
     stalled: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class RequestSuperseded:
+    """The request runs again under another machine: stop what runs here, without an end for the client."""
+
+
 RequestEvent = (
     RequestAdmitted
     | RunAccepted
@@ -117,6 +122,7 @@ RequestEvent = (
     | RunFailed
     | RequestCancelled
     | RequestExpired
+    | RequestSuperseded
 )
 
 
@@ -264,6 +270,8 @@ class RequestMachine:
                 return self._closed(stage, lost, error)
             case RequestCancelled(reason):
                 return self._cut(Outcome.CANCELLED, Cancelled(reason))
+            case RequestSuperseded():
+                return self._end(Outcome.CANCELLED)[:-1] + self._done()
             case RequestExpired(error, stalled):
                 left = [
                     o for o in self.emitted if o not in (*self._required, *self.missing) and not self._all_closed([o])

@@ -43,6 +43,11 @@ class Admission(Generic[T]):
             started.append(entry)
         return started
 
+    def replace(self, old: T, new: T) -> None:
+        """Put `new` into the place of an admitted entry."""
+        self.live.remove(old)
+        self.live.add(new)
+
     def leave(self, entry: T) -> None:
         """Forget an entry, whether it runs or waits."""
         if entry in self.live:

@@ -33,6 +33,7 @@ from triton_omni.backends.core.errors import (
     OmniError,
     StageFailed,
     Unavailable,
+    WorkerDied,
     describe,
 )
 from triton_omni.backends.core.generate import encode_request
@@ -285,7 +286,7 @@ class Orchestrator:
                     self._deliver(self.requests[run], life.RunFinished(stage, reason, usage), None)
             case msg.FailedMessage(run=run, error=error):
                 self._on_run_end(item, stage)
-                self._apply_to(run, life.RunFailed(stage, error.error()))
+                self._on_failed(run, life.RunFailed(stage, error.error()))
             case msg.PingMessage():
                 peer.send(msg.PingMessage(self.hub.name, self.state, len(self.requests)))
             case Lost():
@@ -480,6 +481,7 @@ class Orchestrator:
             has_inputs=bool(media),
             stall_s=state.limits.stall_s,
             optional=tuple(target for target in fed if machine.is_optional(target)),
+            wait_s=state.limits.queue_s if self.deploy.workers.get(stage, 1) > 1 else 0.0,
         )
         state.runs[stage] = StageRun()
         self.metrics.opened.add(1, stage)
@@ -519,7 +521,7 @@ class Orchestrator:
         state = self.requests.get(run)
         if state is not None:
             state.runs[stage].handle_state = HandleState.GONE
-            self._apply(state, life.OpenFailed(stage, error))
+            self._on_failed(run, life.OpenFailed(stage, error))
             self._forget(state)
 
     def _close(self, state: RequestState, stage: str, lost: bool) -> None:
@@ -573,7 +575,7 @@ class Orchestrator:
         if not state.forgettable:
             return
         self.admission.leave(state)
-        if self.requests.pop(state.run, None) is not None and self.traces is not None:
+        if self.requests.pop(state.run, None) is not None and self.traces is not None and state.end is not None:
             write(self.traces, state)
 
     # --- losses and time -----------------------------------------------------------------------------------------
@@ -581,9 +583,35 @@ class Orchestrator:
         for state in list(self.requests.values()):
             run = state.runs.get(stage)
             if run is not None and run.peer is peer:
-                dead = "stub" if run.stub is not None and run.stub.lost else "worker"
-                error = StageFailed(f"the stage's {dead} died", stage)
-                self._apply(state, life.RunFailed(stage, error, lost=True))
+                stub_died = run.stub is not None and run.stub.lost
+                error = StageFailed("the stage's stub died", stage) if stub_died else WorkerDied(stage)
+                self._on_failed(state.run, life.RunFailed(stage, error, lost=True))
+
+    def _on_failed(self, run: bytes, event: life.RunFailed | life.OpenFailed) -> None:
+        """Fail the request, or begin it again if a worker of a pool died before its client got any output."""
+        state = self.requests.get(run)
+        if state is None:
+            return
+        error = event.error
+        stage = error.where or event.stage
+        is_pool = self.deploy.workers.get(stage, 1) > 1
+        if is_pool and isinstance(error, WorkerDied | Unavailable) and state.can_begin_again(stage):
+            self._begin_again(state, stage)
+        self._apply(state, event)
+
+    def _begin_again(self, old: RequestState, stage: str) -> None:
+        """Run a request again in all its stages, under a fresh run id. What the old runs still send is dropped."""
+        request_id = old.arrival.request_id
+        facts = {"request_id": request_id}
+        log.warning("request %s begins again: a worker of stage %s died", request_id, stage, extra=facts)
+        self.metrics.retries.add(1, stage)
+        new = old.again(new_run_id(), life.RequestMachine(self.pipeline, old.machine.wanted, old.machine.needed))
+        self.requests[new.run] = new
+        self.admission.replace(old, new)
+        old.ended_s = self._clock()
+        self._apply(old, life.RequestSuperseded())
+        new.arrival.responses.watch(self._posting(new.run, life.RequestCancelled(CLIENT_GONE)))
+        self._apply(new, life.RequestAdmitted())
 
     def _check_deadlines(self, now: float) -> None:
         if self._opener.stuck:

@@ -128,6 +128,9 @@ class PipelineMetrics:
         self.audio_rtf = HistogramFamily("omni_audio_rtf", "Arrival to last audio, over its length", _RTF)
         self.underrun_s = HistogramFamily("omni_audio_underrun_seconds", "Longest pause a listener hears", _PAUSE_S)
         self.opened = Family("omni_stage_runs_opened_total", "counter", "Runs opened", ("stage",))
+        self.retries = Family(
+            "omni_request_retries_total", "counter", "Requests that began again after a worker died", ("stage",)
+        )
         self.runs = Family("omni_stage_runs_total", "counter", "Runs that have ended", ("stage", "outcome"))
         self.run_s = HistogramFamily("omni_stage_run_seconds", "Open to end", _RUN_S, ("stage",))
         self.run_first_s = HistogramFamily(
@@ -156,6 +159,7 @@ class PipelineMetrics:
             self.pieces.add(0, output.name)
         for stage in pipeline.stages:
             self.opened.add(0, stage.name)
+            self.retries.add(0, stage.name)
             for outcome in RUN_OUTCOMES:
                 self.runs.add(0, stage.name, outcome)
         edges = [(e.source, e.target) for e in pipeline.edges]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import partial
 
@@ -157,6 +157,7 @@ class RequestState:
     delivered  usage counts of what was sent, for a request that ends early
     end        set once, with `ended_s`
     token      what an abort must bring; `token_sent` once an event has carried it
+    was_repeated  this is the second attempt, after a worker of a pool had died
     """
 
     run: bytes
@@ -180,6 +181,20 @@ class RequestState:
     end: EndRequest | None = None
     token: str = field(default_factory=partial(secrets.token_hex, 8))
     token_sent: bool = False
+    was_repeated: bool = False
+
+    def can_begin_again(self, stage: str) -> bool:
+        """True if the loss of `stage` may be mended by running the request again: its client has got no output yet."""
+        open_ended = self.machine.outcome is None and not self.was_repeated and self.admitted_s is not None
+        return open_ended and (not self.sent or self.collected is not None) and not self.machine.is_optional(stage)
+
+    def again(self, run: bytes, machine: RequestMachine) -> RequestState:
+        """The same request at the start of a second attempt; the client's window and token stay."""
+        collected = None if self.collected is None else Collected({output: [] for output in machine.emitted})
+        return replace(
+            self, run=run, machine=machine, runs={}, sent={}, collected=collected, deferred=deque(), blocked_s=None,
+            delivered={}, player=Player(), was_repeated=True,
+        )  # fmt: skip
 
     def count(self, piece: OutputPiece) -> None:
         """Add a piece that is sent to what was delivered."""

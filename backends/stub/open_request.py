@@ -39,6 +39,7 @@ def read_open(data: bytes, pipeline: Pipeline, stage: str, run_dir: Path, has_in
         and targets.issuperset(message.consumers)
         and outputs.issuperset(message.wanted)
         and message.stall_s >= 0
+        and message.wait_s >= 0
     )
     if not genuine:
         raise BadRequest("this input belongs to the orchestrator of this server", wire.OPEN)

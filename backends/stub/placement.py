@@ -1,36 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derives a stub's instance id and its worker's GPUs from the arguments that Triton passes to a model."""
+"""Derives the workers of a stub and their GPUs from the arguments that Triton passes to a model."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
 from triton_omni.backends.config.schema import ConfigError, StageDeploy
+
+
+def workers(args: Mapping[str, str], deploy: StageDeploy) -> dict[str, list[int]]:
+    """Name → GPUs (by Triton's numbers; none on a CPU) of each worker of a stub.
+
+    A stub has `instances` workers for each of its groups of GPUs. Triton gives a stub at most one GPU; one that places
+    its workers on several is of KIND_MODEL and takes them from the deploy file.
+    """
+    own = instance_id(args)
+    groups: list[list[int]] = [[]]
+    if args["model_instance_kind"] == "GPU":
+        groups = [[int(args["model_instance_device_id"])]]
+    elif args["model_instance_kind"] == "MODEL":
+        groups = deploy.gpu_groups
+        if not groups:
+            raise ConfigError(f"model {args['model_name']}: an instance of KIND_MODEL needs `gpus`")
+    placed = [group for group in groups for _ in range(deploy.instances)]
+    return {own if len(placed) == 1 else f"{own}.{number}": group for number, group in enumerate(placed)}
 
 
 def instance_id(args: Mapping[str, str]) -> str:
     """Unique id of an instance within its model. Triton repeats one instance name on every GPU of a group."""
     number = args["model_instance_name"].removeprefix(f"{args['model_name']}_")
     return f"{number}_gpu{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else number
-
-
-def gpus(args: Mapping[str, str], deploy: StageDeploy) -> list[int]:
-    """The instance's GPUs by Triton's numbers; empty if it runs on the CPU.
-
-    Triton assigns at most one GPU per instance. An instance with several is of KIND_MODEL; the index of its instance
-    group selects its GPUs from the deploy file.
-    """
-    if args["model_instance_kind"] == "GPU":
-        return [int(args["model_instance_device_id"])]
-    if args["model_instance_kind"] != "MODEL":
-        return []
-    names = [group["name"] for group in json.loads(args["model_config"])["instance_group"]]
-    index = names.index(args["model_instance_name"].rpartition("_")[0])
-    groups = deploy.gpu_groups
-    if index >= len(groups):
-        raise ConfigError(f"model {args['model_name']}: `gpus` has no GPU for instance group {index}")
-    return groups[index]
 
 
 def visible_devices(numbers: Sequence[int], inherited: str | None) -> str:

@@ -4,6 +4,9 @@
 An orchestrator's call is acknowledged on receipt, not when the worker accepts the run, which waits for the end of an
 engine step (decision 0008). The end of a run is sent to the orchestrator only after Triton's FINAL: by the worker once
 it has sent AcceptedMessage; by this loop, over its own link, before that and if the worker died.
+
+The stage has one worker or a pool of them. A run goes to the worker that `choose` names. If that worker dies before it
+has accepted the run, another one takes it, once. While no worker of a pool is ready, runs wait up to their `wait_s`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVarTuple, cast
@@ -28,12 +31,14 @@ from triton_omni.backends.core.errors import (
     ErrorInfo,
     Internal,
     OmniError,
-    StageFailed,
     Unavailable,
+    WorkerDied,
     describe,
 )
+from triton_omni.backends.core.generate import decode_request
 from triton_omni.backends.core.pipeline import Stage
 from triton_omni.backends.core.responses import Event, Response, ResponseStream
+from triton_omni.backends.stub.choose import by_affinity, least_live
 from triton_omni.backends.stub.worker_process import WorkerProcess
 
 Arguments = TypeVarTuple("Arguments")
@@ -54,71 +59,115 @@ _NOT_READY: dict[State, str] = {
 class StageCall:
     """One Triton request of this stage.
 
-    inputs    a chunk to send to the worker before `message`
-    reply     the stub's link to the orchestrator; None for a direct call
-    accepted  the worker has accepted the run
-    ended     the Triton response stream is closed or being closed
-    pieces    output → number of responses sent
+    inputs     a chunk to send to the worker before `message`; kept until a worker has accepted the run
+    reply      the stub's link to the orchestrator; None for a direct call
+    worker     has the run, or had it last
+    was_moved  a worker died before it had accepted the run
+    until_s    how long it may wait for a worker of a pool
+    accepted   the worker has accepted the run
+    ended      the Triton response stream is closed or being closed
+    pieces     output → number of responses sent
     """
 
     responses: ResponseStream
     message: msg.OpenMessage
     inputs: Chunk | None = None
     reply: Peer | None = None
+    worker: PoolWorker | None = None
+    was_moved: bool = False
+    until_s: float = 0.0
     accepted: bool = False
     ended: bool = False
     pieces: dict[str, int] = field(default_factory=dict[str, int])
 
 
+@dataclass(eq=False, slots=True)
+class PoolWorker:
+    """One worker of the stage. `runs` counts the calls that it has; `is_drained` gives it no further ones.
+
+    peer             the link to it; None while it does not run
+    stopped_since_s  since when its process is stopped, if it is
+    """
+
+    name: str
+    process: WorkerProcess
+    peer: Peer | None = None
+    last_activity_s: float = 0.0
+    stopped_since_s: float | None = None
+    runs: int = 0
+    is_drained: bool = False
+
+    @property
+    def state(self) -> State:
+        """The process's state; `stuck` while it is stopped."""
+        return self.process.state if self.stopped_since_s is None else "stuck"
+
+    @property
+    def can_take_runs(self) -> bool:
+        return self.peer is not None and self.state == "ready" and not self.is_drained
+
+
 class StageLoop:
-    """Calls and worker of one stage instance. `turn` runs in one thread; `submit` may be called from any."""
+    """Calls and workers of one stage. `turn` runs in one thread; `submit` may be called from any."""
 
     def __init__(
         self,
         *,
         stage: Stage,
         deploy: StageDeploy,
-        worker_process: WorkerProcess,
+        workers: Mapping[str, WorkerProcess],
         hub: Hub,
-        on_ping: Callable[[msg.PingMessage], None],
+        on_ping: Callable[[PoolWorker, msg.PingMessage], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_ping` is called with each PingMessage of the worker."""
+        """`workers` by name, at least one; `on_ping` is called with each PingMessage of one."""
         self.stage = stage.name
         self._output_tensors = {spec.name for spec in stage.outputs}
         self.hub = hub
-        self.worker_process = worker_process
-        self.start_decided = False
-        """True when the first worker is ready or has failed to start; `start_error` is the reason of a failure."""
-        self.start_error = ""
+        self.workers = [PoolWorker(name, process) for name, process in workers.items()]
+        self.moved_runs = 0
+        """Runs that a second worker took because the first one died."""
+        self._start_errors: dict[str, str] = {}
+        self._was_ready: set[str] = set()
         self._deploy = deploy
         self._report_ping = on_ping
         self._clock = clock
         self._calls: dict[bytes, StageCall] = {}
         self._waiting: deque[StageCall] = deque()
-        self._worker: Peer | None = None
-        self._last_activity_s = 0.0
-        self._stopped_since_s: float | None = None
         self._next_publish = 0.0
 
     @property
     def state(self) -> State:
-        """The worker's state; `stuck` while its process is stopped."""
-        return self.worker_process.state if self._stopped_since_s is None else "stuck"
+        """`ready` if a worker is, else the first worker's state."""
+        return "ready" if any(worker.state == "ready" for worker in self.workers) else self.workers[0].state
+
+    @property
+    def start_decided(self) -> bool:
+        """True when each first worker is ready or has failed to start."""
+        return len(self._was_ready | self._start_errors.keys()) == len(self.workers)
+
+    @property
+    def start_error(self) -> str:
+        """Why no first worker will ever be ready; "" if one is."""
+        return "" if self._was_ready else next(iter(self._start_errors.values()), "")
 
     def submit(self, call: StageCall) -> None:
         """Queue a call for the loop; it is always answered through its `responses`."""
         self.hub.post(partial(self._try_receive, call))
 
     def start(self) -> None:
-        """Start or restart the worker."""
-        now = self._last_activity_s = self._clock()
+        """Start all workers."""
+        for worker in self.workers:
+            self._start(worker)
+
+    def _start(self, worker: PoolWorker) -> None:
+        now = worker.last_activity_s = self._clock()
         try:
-            self._worker = self.hub.adopt(self.worker_process.start(now))
+            worker.peer = self.hub.adopt(worker.process.start(now))
         except OSError as error:  # no such interpreter, no memory: retried with back-off
-            log.error("the worker could not be started: %s", error)
-            self.fail_start(f"the worker could not be started: {error}")
-            self.worker_process.died(now)
+            log.error("worker %s could not be started: %s", worker.name, error)
+            self.fail_start(f"the worker could not be started: {error}", worker)
+            worker.process.died(now)
 
     def turn(self, timeout_s: float = TURN_S) -> None:
         """Process received items, pass waiting calls to the worker, supervise the worker."""
@@ -126,15 +175,16 @@ class StageLoop:
             try:
                 if peer is None:
                     cast(Callable[[], None], item)()
-                elif peer is self._worker:
-                    self._on_worker(peer, item)
+                elif (worker := next((w for w in self.workers if w.peer is peer), None)) is not None:
+                    self._on_worker(worker, peer, item)
             except Exception:  # loop boundary: an error in one item must not lose the others
                 log.exception("%s could not be handled", "a posted call" if peer is None else type(item).__name__)
         for _ in range(len(self._waiting)):
             call = self._waiting.popleft()
             if not self._try_hand_over(call):
                 self._waiting.append(call)  # no room for its inputs yet; calls behind it may proceed
-        self._keep_worker()
+        for worker in self.workers:
+            self._keep(worker)
         now = self._clock()
         if now >= self._next_publish and (call := next((c for c in self._calls.values() if not c.ended), None)):
             self._next_publish = now + PUBLISH_S
@@ -146,8 +196,8 @@ class StageLoop:
         if call in self._waiting:  # not yet sent to the worker
             self._waiting.remove(call)
             self._fail(call, Cancelled("client_gone"))
-        elif not call.ended and self._worker is not None:
-            self._worker.send(msg.StopMessage(call.message.run))
+        elif not call.ended and call.worker is not None and call.worker.peer is not None:
+            call.worker.peer.send(msg.StopMessage(call.message.run))
 
     def _try_receive(self, call: StageCall) -> None:
         """Call `_receive`; answer the call if it raises."""
@@ -162,8 +212,9 @@ class StageLoop:
         run = call.message.run
         if run in self._calls:
             raise BadRequest("this run is already open", "open")
+        call.until_s = self._clock() + (call.message.wait_s if len(self.workers) > 1 else 0.0)
         if call.message.reply:
-            if refusal := self._refusal():  # before the acknowledgement: the orchestrator may try another instance
+            if not call.message.wait_s and (refusal := self._refusal()):  # in the first response, which costs nothing
                 raise refusal
             try:
                 call.reply = self.hub.connect(call.message.reply)
@@ -187,21 +238,32 @@ class StageLoop:
             return True
 
     def _hand_over(self, call: StageCall) -> bool:
-        """Send a call to the worker; False if there is no room for its inputs yet."""
-        worker = self._worker
-        refusal = self._refusal()
-        if worker is None or refusal is not None:
-            self._fail(call, refusal or self._death())
+        """Send a call to a worker; False if it must wait for one, or for room for its inputs."""
+        if refusal := self._refusal():
+            if self._clock() < call.until_s and any(w.state in ("restarting", "starting") for w in self.workers):
+                return False
+            self._fail(call, WorkerDied(self.stage) if call.was_moved else refusal)
             return True
-        if call.inputs is not None and not worker.put(call.inputs):
+        worker = self._choose(call.message)
+        assert worker.peer is not None, "it can take runs"
+        if call.inputs is not None and not worker.peer.put(call.inputs):
             return False
-        call.inputs = None
-        worker.send(call.message)
+        call.worker, worker.runs = worker, worker.runs + 1
+        worker.peer.send(call.message)
         return True
+
+    def _choose(self, message: msg.OpenMessage) -> PoolWorker:
+        """The worker that takes a run; at least one can."""
+        able = {worker.name: worker for worker in self.workers if worker.can_take_runs}
+        live = {name: worker.runs for name, worker in able.items()}
+        if len(able) == 1 or self._deploy.route != "affinity":
+            return able[least_live(live)]
+        messages = decode_request(message.request).messages[:2]  # the system's turn and the first of the user
+        return able[by_affinity(live, repr(messages).encode())]
 
     def _refusal(self) -> OmniError | None:
         """Why a call cannot be taken now, if it cannot."""
-        if self._worker is not None and self.state == "ready":
+        if any(worker.can_take_runs for worker in self.workers):
             return None
         return Unavailable(_NOT_READY.get(self.state, "the stage is not ready"), self.stage)
 
@@ -212,7 +274,9 @@ class StageLoop:
 
     def _close(self, call: StageCall, end: msg.FinishedMessage | msg.FailedMessage, worker: Peer | None) -> None:
         """Close the Triton response stream of a call. `worker`: has the run, and sends its end when released."""
-        call.ended = True
+        call.ended, call.inputs = True, None
+        if call.worker is not None:
+            call.worker.runs -= 1
         closed = partial(self._on_closed, call, end, worker)
         orchestrator_lost = isinstance(end, msg.FailedMessage) and end.reply_lost
         if call.reply is None:
@@ -232,25 +296,25 @@ class StageLoop:
             if worker.send(msg.ReleaseMessage(run)):
                 return
             # it died after it had sent us the end, perhaps before it sent it to the orchestrator
-            end = msg.FailedMessage(run, ErrorInfo.of(self._death(), self.stage), worker_died=True)
+            end = msg.FailedMessage(run, ErrorInfo.of(WorkerDied(self.stage), self.stage), worker_died=True)
         if call.reply is not None:
             call.reply.send(end)
 
     # --- the worker --------------------------------------------------------------------------------------------------
-    def _on_worker(self, worker: Peer, item: object) -> None:
-        self._last_activity_s = self._clock()
+    def _on_worker(self, worker: PoolWorker, peer: Peer, item: object) -> None:
+        worker.last_activity_s = self._clock()
         match item:
             case msg.PingMessage():
-                self._on_ping(item)
+                self._on_ping(worker, item)
             case msg.AcceptedMessage(run=run):
-                self._calls[run].accepted = True
+                self._calls[run].accepted, self._calls[run].inputs = True, None
             case Chunk():
-                self._respond(worker, self._calls[item.run], item)
+                self._respond(peer, self._calls[item.run], item)
             case msg.FinishedMessage(run=run) | msg.FailedMessage(run=run):
                 call = self._calls[run]
-                self._close(call, item, worker if call.accepted else None)
+                self._close(call, item, peer if call.accepted else None)
             case Lost():
-                self._on_lost()
+                self._on_lost(worker)
             case _:
                 log.warning("unexpected message %s from the worker", type(item).__name__)
 
@@ -286,56 +350,60 @@ class StageLoop:
         )
         return Response(event)
 
-    def _on_ping(self, ping: msg.PingMessage) -> None:
+    def _on_ping(self, worker: PoolWorker, ping: msg.PingMessage) -> None:
         if ping.state == "failed":
-            self.fail_start(ping.text)
+            self.fail_start(ping.text, worker)
         elif ping.state == "ready":
-            self.worker_process.gpu_paths = ping.text
-            if self.worker_process.state != "ready":
-                self.worker_process.is_ready(self._clock())
-                self.start_decided = True
-        self._report_ping(ping)
+            worker.process.gpu_paths = ping.text
+            if worker.process.state != "ready":
+                worker.process.is_ready(self._clock())
+                self._was_ready.add(worker.name)
+        self._report_ping(worker, ping)
 
-    def _on_lost(self) -> None:
-        """The worker died: end its calls at once and schedule the next start.
+    def _on_lost(self, worker: PoolWorker) -> None:
+        """A worker died: give its unaccepted runs to another one, end the others, and schedule the next start.
 
         An orchestrator also sees the death of accepted runs on the worker's link; the duplicate changes nothing.
         """
-        self._worker = None
-        self._waiting.clear()
-        self._report_ping(msg.PingMessage())  # nothing is live, and the next worker counts from zero
-        for call in [c for c in self._calls.values() if not c.ended]:
-            self._fail(call, self._death(), worker_died=call.accepted)
-        self.fail_start("the engine worker died while loading")
-        if not self.start_error:
-            self.worker_process.died(self._clock())
+        worker.peer = None
+        self._report_ping(worker, msg.PingMessage())  # nothing is live, and the next worker counts from zero
+        self.fail_start("the engine worker died while loading", worker)
+        if worker.name in self._was_ready or len(self.workers) > 1:
+            worker.process.died(self._clock())
+        for call in [c for c in self._calls.values() if c.worker is worker and not c.ended]:
+            if len(self.workers) > 1 and not call.accepted and not call.was_moved:
+                call.worker, call.was_moved, worker.runs = None, True, worker.runs - 1
+                self.moved_runs += 1
+                self._waiting.append(call)
+            else:
+                self._fail(call, WorkerDied(self.stage), worker_died=call.accepted)
+        if len(self.workers) == 1:  # what waits for room would wait for a restart
+            while self._waiting:
+                self._fail(self._waiting.popleft(), WorkerDied(self.stage))
 
-    def _death(self) -> OmniError:
-        return StageFailed("the stage's worker died", self.stage)
+    def fail_start(self, reason: str, worker: PoolWorker | None = None) -> None:
+        """Record that a first worker (None: every one) will never be ready. Only the first reason is kept."""
+        for one in self.workers if worker is None else [worker]:
+            if one.name not in self._was_ready:
+                self._start_errors.setdefault(one.name, reason)
 
-    def fail_start(self, reason: str) -> None:
-        """Record that the first worker will never be ready. Only the first reason is kept."""
-        if not self.start_decided:
-            self.start_error = reason
-            self.start_decided = True
-
-    def _keep_worker(self) -> None:
+    def _keep(self, worker: PoolWorker) -> None:
         """Restart a dead worker when due; kill one that is stopped, silent for hang_s, or not ready in time."""
-        now = self._clock()
-        if not self.worker_process.is_stopped():
-            self._stopped_since_s = None
-        elif self._stopped_since_s is None:
-            self._stopped_since_s = now
-        elif now - self._stopped_since_s > STOPPED_S:
-            log.error("the engine's process was stopped for %g s", STOPPED_S)
-            self.worker_process.kill()
-        ready = self.worker_process.state == "ready"
+        now, process = self._clock(), worker.process
+        if not process.is_stopped():
+            worker.stopped_since_s = None
+        elif worker.stopped_since_s is None:
+            worker.stopped_since_s = now
+        elif now - worker.stopped_since_s > STOPPED_S:
+            log.error("the process of worker %s was stopped for %g s", worker.name, STOPPED_S)
+            process.kill()
+        ready = process.state == "ready"
         bound = self._deploy.hang_s if ready else self._deploy.start_timeout_s
-        if self.worker_process.due(now):
-            self.start()
-        elif self._worker is not None and now - self._last_activity_s > bound > 0:
+        if process.due(now):
+            self._start(worker)
+        elif worker.peer is not None and now - worker.last_activity_s > bound > 0:
             what = "was silent for" if ready else "was not ready within"
-            log.error("the engine %s %g s", what, bound)
-            self.fail_start(f"the engine {what} {bound:g} s")
-            self.worker_process.kill()  # its link closes, which is handled like any other death
-            self._last_activity_s = now
+            log.error("worker %s %s %g s", worker.name, what, bound)
+            self.fail_start(f"the engine {what} {bound:g} s", worker)
+            process.kill()  # its link closes, which is handled like any other death
+            worker.last_activity_s = now

@@ -129,6 +129,11 @@ class WorkerProcess:
             self.process.wait()
             self.process = None
 
+    def terminate(self) -> None:
+        """Ask the process to end, without waiting for it."""
+        if self.process is not None:
+            self.process.terminate()
+
     def stop(self) -> None:
         """Terminate the process; kill it after TERMINATE_S."""
         if self.process is None:

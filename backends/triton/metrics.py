@@ -13,9 +13,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
 
 import triton_python_backend_utils as pb
 
+from triton_omni.backends.control import messages as msg
+from triton_omni.backends.control.records import State
 from triton_omni.backends.orchestrator.driver import Orchestrator
 from triton_omni.backends.orchestrator.metrics import Family, Histogram, HistogramFamily
 
@@ -120,9 +123,9 @@ class OrchestratorMetrics:
 
 
 class StageMetrics:
-    """A worker's numbers, as of its latest ping. A restarted worker counts from zero; the published number does not."""
+    """Numbers of a stage's workers by their latest pings. A restarted worker counts from zero, we do not."""
 
-    def __init__(self, pipeline: str, stage: str, instance: str) -> None:
+    def __init__(self, pipeline: str, stage: str) -> None:
         self._counters = {
             "steps": Family("omni_stage_steps_total", "counter", "Engine steps"),
             "step_runs": Family("omni_stage_step_runs_total", "counter", "Runs that engine steps had something for"),
@@ -130,23 +133,28 @@ class StageMetrics:
             "turn_s": Family("omni_stage_turn_seconds_total", "counter", "Seconds the worker's loop worked"),
         }
         self._live = Family("omni_stage_runs_live", "gauge", "Runs in the worker", ("worker",))
+        self._workers = Family("omni_stage_workers", "gauge", "Workers by state", ("state",))
         self._restarts = Family("omni_stage_worker_restarts_total", "counter", "Starts of a worker after its first")
-        self._worker = instance
-        self._last = dict.fromkeys(self._counters, 0.0)
-        self.note({}, 0, 0)
-        self._publisher = MetricsPublisher(
-            [*self._counters.values(), self._live, self._restarts], pipeline=pipeline, stage=stage
-        )
+        self._moved = Family("omni_stage_moved_runs_total", "counter", "Runs that another worker took after a death")
+        self._last: dict[tuple[str, str], float] = {}
+        shown = [*self._counters.values(), self._live, self._workers, self._restarts, self._moved]
+        self._publisher = MetricsPublisher(shown, pipeline=pipeline, stage=stage)
 
-    def note(self, numbers: Mapping[str, float], live: int, restarts: int) -> None:
-        """Keep what a ping brings."""
+    def note(self, worker: str, ping: msg.PingMessage) -> None:
+        """Keep what a worker's ping brings."""
         for key, family in self._counters.items():
-            value, last = numbers.get(key, 0.0), self._last[key]
+            value, last = ping.numbers.get(key, 0.0), self._last.get((worker, key), 0.0)
             family.add(value - last if value >= last else value)
-            self._last[key] = value
-        self._live.set(live, self._worker)
+            self._last[worker, key] = value
+        self._live.set(ping.live, worker)
+
+    def count(self, states: Sequence[State], restarts: int, moved: int) -> None:
+        """Keep the state of each worker, and how often workers were restarted and runs moved, in all."""
+        for state in get_args(State):
+            self._workers.set(states.count(state), state)
         self._restarts.set(restarts)
+        self._moved.set(moved)
 
     def publish(self) -> None:
         """Publish what has changed; the last run always does."""
-        self._publisher.publish(lambda: self._live.values[self._worker,] > 0)
+        self._publisher.publish(lambda: any(self._live.values.values()))

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import threading
+from pathlib import Path
 
 import triton_python_backend_utils as pb
 
@@ -41,7 +42,7 @@ MAX_DIRECT_REQUEST_BYTES = 1 << 20
 
 
 class TritonPythonModel:
-    """One instance of one stage."""
+    """One stage with all its workers; with `gpus` empty, those of one GPU."""
 
     def initialize(self, args: dict[str, str]) -> None:
         tensors.self_check()
@@ -52,25 +53,27 @@ class TritonPythonModel:
         self._pipeline = load(given.pop("pipeline"))
         self._stage = self._pipeline.stage(given.pop("stage"))
         self._deploy = from_parameters(given, StageDeploy, f"model {self._model}")
-        self._instance = placement.instance_id(args)
         self._run_dir = paths.run_dir(os.getppid())
         is_open = self._deploy.direct_calls or bool(os.environ.get(paths.LOOPBACK_VARIABLE))
         self._key = "" if is_open else paths.operator_key(self._run_dir)
         self._hub = Hub(f"{self._pipeline.name}/{self._stage.name}")
         self._senders = Senders()
         self._watch = CancelWatch()
-        self._metrics = StageMetrics(self._pipeline.name, self._stage.name, self._instance)
-        self._worker_process = WorkerProcess(self._command(args))
+        self._metrics = StageMetrics(self._pipeline.name, self._stage.name)
+        workers = placement.workers(args, self._deploy)
         self._loop = StageLoop(
             stage=self._stage,
             deploy=self._deploy,
-            worker_process=self._worker_process,
+            workers={name: WorkerProcess(self._command(name, gpus)) for name, gpus in workers.items()},
             hub=self._hub,
-            on_ping=self._note,
+            on_ping=lambda worker, ping: self._metrics.note(worker.name, ping),
         )
-        self._heartbeat = InstanceHeartbeat(
-            run_dir=self._run_dir, model=self._model, instance=self._instance, role="stage", address=str(self._address)
-        )
+        self._heartbeats = {
+            name: InstanceHeartbeat(
+                run_dir=self._run_dir, model=self._model, instance=name, role="stage", address=str(self._address(name))
+            )
+            for name in workers
+        }
         self._settled = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
@@ -92,31 +95,37 @@ class TritonPythonModel:
         self._closing = True
         self._hub.wake()
         self._thread.join(5.0)
-        self._heartbeat.remove()
-        self._worker_process.stop()
+        for heartbeat in self._heartbeats.values():
+            heartbeat.remove()
+        for worker in self._loop.workers:
+            worker.process.terminate()
+        for worker in self._loop.workers:
+            worker.process.stop()
         self._senders.close()
         self._watch.close()
         self._hub.close()
 
     # --- start -----------------------------------------------------------------------------------------------------
-    def _command(self, args: dict[str, str]) -> Command:
-        gpus = placement.gpus(args, self._deploy)
+    def _address(self, worker: str) -> Path:
+        """Where a worker listens."""
+        return self._run_dir / f"{self._model}_{worker}.{os.getpid()}.sock"
+
+    def _command(self, worker: str, gpus: list[int]) -> Command:
         device = "cuda" if gpus else "cpu"
         context = EngineContext(
             self._pipeline.name, self._stage.name, self._deploy.engine, device, str(paths.models_dir())
         )
         environment = {"OMP_NUM_THREADS": "1"} | dict(self._stage.environment(context))
         environment["CUDA_VISIBLE_DEVICES"] = placement.visible_devices(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        self._address = self._run_dir / f"{self._model}_{self._instance}.{os.getpid()}.sock"
         arguments = [
-            *("--address", str(self._address)),
+            *("--address", str(self._address(worker))),
             *("--pipeline", context.pipeline, "--stage", context.stage, "--device", device),
             *("--models-dir", context.models_dir, "--options", json.dumps(dict(context.options))),
         ]
         return Command(paths.engine_python(), arguments, environment)
 
     def _wait_ready(self) -> None:
-        """Ready when the worker says so; its load error becomes the model's."""
+        """Ready when the workers say so; the load error of all becomes the model's."""
         self._settled.wait()
         if self._loop.start_error:
             self.finalize()
@@ -126,7 +135,7 @@ class TritonPythonModel:
         try:
             self._loop.start()
         except Exception as error:  # loop boundary: `initialize` waits for the outcome
-            log.exception("the worker could not be started")
+            log.exception("the workers could not be started")
             self._loop.fail_start(describe(error))
         while not self._closing:
             try:
@@ -136,17 +145,17 @@ class TritonPythonModel:
                 log.exception("a turn of the loop failed")
 
     def _update_heartbeat(self) -> None:
-        """Update the heartbeat, then let `initialize` return."""
-        worker_process = self._worker_process
-        ready_s = 0.0 if worker_process.ready_s is None else worker_process.ready_s - worker_process.started_s
-        self._heartbeat.update(
-            self._loop.state, worker_process.pid, worker_process.restarts, ready_s, worker_process.gpu_paths
-        )
+        """Update the heartbeats, then let `initialize` return."""
+        workers = self._loop.workers
+        for worker in workers:
+            process = worker.process
+            ready_s = 0.0 if process.ready_s is None else process.ready_s - process.started_s
+            heartbeat = self._heartbeats[worker.name]
+            heartbeat.update(worker.state, process.pid, process.restarts, ready_s, process.gpu_paths)
+        restarts = sum(worker.process.restarts for worker in workers)
+        self._metrics.count([worker.state for worker in workers], restarts, self._loop.moved_runs)
         if self._loop.start_decided:
             self._settled.set()
-
-    def _note(self, ping: msg.PingMessage) -> None:
-        self._metrics.note(ping.numbers, ping.live, self._worker_process.restarts)
 
     # --- Triton's thread -------------------------------------------------------------------------------------------
     def _call(self, request: pb.InferenceRequest, responses: TritonResponseStream) -> StageCall:

@@ -26,7 +26,14 @@ from triton_omni.backends.control.messages import (
 )
 from triton_omni.backends.core import engine as eng
 from triton_omni.backends.core.chunk import Chunk, Tensor
-from triton_omni.backends.core.errors import DeadlineExceeded, ErrorInfo, OmniError, StageFailed, Unavailable
+from triton_omni.backends.core.errors import (
+    DeadlineExceeded,
+    ErrorInfo,
+    OmniError,
+    StageFailed,
+    Unavailable,
+    WorkerDied,
+)
 from triton_omni.backends.core.generate import decode_request
 from triton_omni.backends.core.outputs import OutputPiece
 from triton_omni.backends.core.pipeline import Pipeline
@@ -252,7 +259,7 @@ class Worker:
             self._drop_sink(record, key)
         dead += lost
         if dead:
-            self._fail(record, StageFailed("the stage's worker died", dead[0]))
+            self._fail(record, WorkerDied(dead[0]))
 
     # --- feed, step, deliver ---------------------------------------------------------------------------------------
     def _feed(self) -> None:

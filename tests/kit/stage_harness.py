@@ -103,17 +103,18 @@ class Client:
 class StageBench:
     """One stage's loop and its surroundings."""
 
-    def __init__(self, folder: Path, **deploy: Any) -> None:
+    def __init__(self, folder: Path, workers: int = 1, **deploy: Any) -> None:
         self.clock = Clock()
-        self.worker_process = SocketWorkerProcess(folder / "worker.sock")
+        self.pool = [SocketWorkerProcess(folder / f"worker{number}.sock") for number in range(workers)]
+        self.worker_process = self.pool[0]
         self.hub = Hub("toy/tokens")
         self.orchestrator = Side(Hub("toy/", folder / "orchestrator.sock"))
         self.loop = StageLoop(
             stage=PIPELINE.stage("tokens"),
             deploy=StageDeploy(**deploy),
-            worker_process=self.worker_process,
+            workers={f"0_0.{number}": process for number, process in enumerate(self.pool)},
             hub=self.hub,
-            on_ping=lambda ping: None,
+            on_ping=lambda worker, ping: None,
             clock=self.clock,
         )
         self.from_worker: list[Any] = []
@@ -124,20 +125,21 @@ class StageBench:
     def to_stub(self) -> Peer:
         return self.worker_process.stub
 
-    def worker_is_ready(self) -> None:
-        self.to_stub.send(msg.PingMessage("toy/tokens", "ready"))
+    def worker_is_ready(self, number: int = 0) -> None:
+        self.pool[number].stub.send(msg.PingMessage("toy/tokens", "ready"))
         self.turn()
-        assert self.worker_process.state == "ready"
+        assert self.pool[number].state == "ready"
 
-    def worker_dies(self) -> None:
-        assert self.worker_process.theirs is not None
-        self.worker_process.theirs.close()
-        self.worker_process.theirs = None
+    def worker_dies(self, number: int = 0) -> None:
+        theirs, self.pool[number].theirs = self.pool[number].theirs, None
+        assert theirs is not None
+        theirs.close()
 
-    def worker_reads(self) -> list[Any]:
-        """What came to the worker since the last time."""
-        assert self.worker_process.theirs is not None
-        return [item for peer, item in self.worker_process.theirs.poll(0) if peer is not None]
+    def worker_reads(self, number: int = 0) -> list[Any]:
+        """What came to a worker since the last time."""
+        theirs = self.pool[number].theirs
+        assert theirs is not None
+        return [item for peer, item in theirs.poll(0) if peer is not None]
 
     # --- what everybody else does ----------------------------------------------------------------------------------
     def call(self, run: bytes | None = None, *tensors: Tensor, request: GenerateRequest | None = None, **more: Any):
@@ -163,6 +165,7 @@ class StageBench:
         self.orchestrator.hub = Hub("unused")
 
     def close(self) -> None:
-        self.worker_process.kill()
+        for process in self.pool:
+            process.kill()
         for hub in (self.hub, self.orchestrator.hub):
             hub.close()

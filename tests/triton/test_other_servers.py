@@ -78,7 +78,7 @@ def test_several_instances_of_a_stage_share_the_work(tmp_path: Path) -> None:
         assert sum(life.order_errors for life in lives) == 0
         assert health(server)["stages"]["wave"]["instances"] == 2
         assert health(server)["state"] == "ready"
-        os.kill(server.instance("toy_wave", "0_1").worker_pid, signal.SIGSTOP)
+        os.kill(server.instance("toy_wave", "0_0.1").worker_pid, signal.SIGSTOP)
         wait_for(lambda: health(server)["stages"]["wave"]["ready"] == 1, 5, "one of two is missing")
         assert (health(server)["state"], health(server)["ready"]) == ("degraded", True)
         assert [life.ends for life in run_many(server.grpc, [Plan(body(3))] * 8, 2)] == [["length"]] * 8

@@ -38,29 +38,26 @@ def test_model_files_hold_no_logic():
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cpu", "KIND_CPU"), ("cuda", "KIND_GPU"), ("auto", "KIND_AUTO")])
-def test_instances_and_devices_become_the_instance_group(device, kind):
-    text = files(wave=StageDeploy(instances=3, device=device))["toy_wave/config.pbtxt"]
-    assert f"instance_group [{{ kind: {kind} count: 3 }}]" in text
+def test_a_stage_is_one_instance_with_all_its_workers(device, kind):
+    written = files(wave=StageDeploy(instances=3, device=device))
+    assert f"instance_group [{{ kind: {kind} count: 1 }}]" in written["toy_wave/config.pbtxt"]
+    assert 'key: "instances" value: { string_value: "3" }' in written["toy_wave/config.pbtxt"]
+    assert 'key: "workers" value: { string_value: "{\\"wave\\": 3}" }' in written["toy/config.pbtxt"]
 
 
 @pytest.mark.parametrize(
-    ("deploy", "groups"),
+    ("deploy", "group", "workers"),
     [
-        (StageDeploy(device="cuda", gpus=[1]), "{ kind: KIND_GPU gpus: [ 1 ] count: 1 }"),
-        (
-            StageDeploy(device="auto", gpus=[3, 0], instances=2),
-            "{ kind: KIND_GPU gpus: [ 3 ] count: 2 }, { kind: KIND_GPU gpus: [ 0 ] count: 2 }",
-        ),
-        (
-            StageDeploy(device="cuda", gpus=[0, 1, 2, 3], gpus_per_instance=2),
-            "{ kind: KIND_MODEL count: 1 }, { kind: KIND_MODEL count: 1 }",
-        ),
+        (StageDeploy(device="cuda", gpus=[1]), "{ kind: KIND_GPU gpus: [ 1 ] count: 1 }", 1),
+        (StageDeploy(device="auto", gpus=[3, 0], instances=2), "{ kind: KIND_MODEL count: 1 }", 4),
+        (StageDeploy(device="cuda", gpus=[0, 1, 2, 3], gpus_per_instance=2), "{ kind: KIND_MODEL count: 1 }", 2),
     ],
 )
-def test_named_gpus_become_one_group_each(deploy, groups):
+def test_the_stub_places_workers_on_several_gpus(deploy, group, workers):
     text = files(wave=deploy)["toy_wave/config.pbtxt"]
-    assert f"instance_group [{groups}]\n" in text
-    assert ('key: "gpus" value: { string_value: "[0, 1, 2, 3]" }' in text) == ("KIND_MODEL" in groups)
+    assert f"instance_group [{group}]\n" in text
+    assert ('key: "gpus"' in text) == ("KIND_MODEL" in group)
+    assert deploy.workers == workers
 
 
 def test_hostile_option_values_stay_inside_their_quotes():
@@ -89,7 +86,9 @@ def test_writing_and_writing_again(tmp_path, capsys):
     deploy = tmp_path / "other.yaml"
     deploy.write_text("pipeline: toy\nstages: {tokens: {instances: 2}, frames: , wave: }\n", encoding="utf-8")
     run("--deploy", str(deploy))
-    assert "count: 2" in (tmp_path / "toy" / "toy_tokens" / "config.pbtxt").read_text(encoding="utf-8")
+    assert 'key: "instances" value: { string_value: "2" }' in (
+        tmp_path / "toy" / "toy_tokens" / "config.pbtxt"
+    ).read_text(encoding="utf-8")
     assert load_deploy(deploy, PIPELINE).stages["tokens"].instances == 2
     code, text = run("--pipeline", "tay")
     assert code == 1 and "no pipeline is called tay" in text

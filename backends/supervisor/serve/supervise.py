@@ -353,4 +353,4 @@ def observe_instance(record: InstanceRecord) -> InstanceStatus:
         with contextlib.suppress(OSError):  # it does not listen, it hung up, or it did not answer in time
             answer = probe(record.address, PROBE_TIMEOUT_S)
     name, live = f"{record.model}#{record.instance}", answer.live if answer else 0
-    return InstanceStatus(name, record.model, record.role, record.state, alive, answer is not None, live)
+    return InstanceStatus(name, record.model, record.role, record.state, alive, answer is not None, live, record.pid)

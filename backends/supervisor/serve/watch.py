@@ -41,7 +41,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class InstanceStatus:
-    """One instance as observed: its record, whether its stub lives, whether it answered the probe, and its requests."""
+    """One worker, or an orchestrator, as observed: its record, whether its stub lives and it answered the probe."""
 
     name: str
     model: str
@@ -50,6 +50,7 @@ class InstanceStatus:
     stub_alive: bool
     answered: bool
     live: int = 0
+    stub_pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,13 @@ class Watch:
     def _wrong_models(self, seen: Observation) -> dict[str, str]:
         """Model → what is wrong with one of its instances; models in reload are left alone."""
         wrong = dict(self._failed)
+        serving = {(s.model, s.stub_pid) for s in seen.instances if s.state == "ready" and s.stub_alive and s.answered}
         for instance in seen.instances:
             problem = self._instance_problem(instance, seen.now_s)
             if instance.model in self._reloading:
                 continue
-            if problem:
+            is_cared_for = instance.stub_alive and (instance.model, instance.stub_pid) in serving  # by its stub
+            if problem and not is_cared_for:
                 wrong[instance.model] = problem
         return wrong
 

@@ -32,14 +32,19 @@ def test_orchestrator_values_survive_the_parameters():
     assert from_parameters(to_parameters(deploy), OrchestratorDeploy, "model x") == deploy
 
 
-def test_where_an_instance_is_placed_is_said_by_the_instance_group():
-    flat = to_parameters(StageDeploy(instances=4, device="cuda", gpus=[2, 0]))
-    assert not {"instances", "device", "gpus", "gpus_per_instance"} & set(flat)
+def test_where_a_single_worker_is_placed_is_said_by_the_instance_group():
+    flat = to_parameters(StageDeploy(device="cuda", gpus=[2]))
+    assert not {"instances", "device", "gpus", "gpus_per_instance", "route"} & set(flat)
 
 
-def test_several_gpus_of_one_instance_survive_the_parameters():
-    flat = to_parameters(StageDeploy(device="cuda", gpus=[4, 5, 2, 3], gpus_per_instance=2))
-    assert from_parameters(flat, StageDeploy, "model x").gpu_groups == [[4, 5], [2, 3]]
+def test_a_pool_survives_the_parameters():
+    flat = to_parameters(
+        StageDeploy(device="cuda", instances=3, gpus=[4, 5, 2, 3], gpus_per_instance=2, route="affinity")
+    )
+    read = from_parameters(flat, StageDeploy, "model x")
+    assert (read.gpu_groups, read.workers, read.route) == ([[4, 5], [2, 3]], 6, "affinity")
+    pools = OrchestratorDeploy(workers={"talker": 4})
+    assert from_parameters(to_parameters(pools), OrchestratorDeploy, "model x") == pools
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from triton_omni.backends.core.errors import (
     OmniError,
     StageFailed,
     TooBusy,
+    WorkerDied,
     from_line,
 )
 
@@ -58,8 +59,16 @@ def test_any_other_text_is_internal(line):
 def test_every_class_has_its_own_code():
     classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, OmniError)]
     assert {c.code for c in classes} == set(BY_CODE)
-    assert len(BY_CODE) == len(classes) - 1, "only the base shares a code, with Internal"
+    assert set(classes) - set(BY_CODE.values()) == {OmniError, WorkerDied}, "Internal and StageFailed to clients"
     assert all(400 <= c.status < 600 for c in classes)
+
+
+def test_the_death_of_a_worker_is_known_between_processes_and_a_failed_stage_to_clients():
+    error = ErrorInfo.of(WorkerDied("wave")).error()
+    assert isinstance(error, WorkerDied)
+    assert error.line() == "[stage_failed:wave] the stage's worker died"
+    assert type(from_line(error.line())) is StageFailed
+    assert type(ErrorInfo.of(StageFailed("boom", "wave")).error()) is StageFailed
 
 
 def test_records_between_processes():

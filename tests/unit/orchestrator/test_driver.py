@@ -11,7 +11,15 @@ import pytest
 from tests.kit.orchestrator_harness import ScriptedStage, audio_tensor, chat, scene
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.core.chunk import Tensor, TensorSpec
-from triton_omni.backends.core.errors import BadRequest, DeadlineExceeded, Internal, StageFailed, TooBusy, Unavailable
+from triton_omni.backends.core.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    Internal,
+    StageFailed,
+    TooBusy,
+    Unavailable,
+    WorkerDied,
+)
 from triton_omni.backends.core.generate import (
     Deadlines,
     GenerateRequest,
@@ -1205,3 +1213,159 @@ def test_gauges_are_updated_while_a_request_is_open(play):
     s.finish("tokens", client.run)
     s.pass_time(10 * PUBLISH_S)
     assert client.published == before + 1, "without a request Triton may be unloading the model"
+
+
+# --- pools -------------------------------------------------------------------------------------------------------
+POOLS = {"workers": {"tokens": 2, "frames": 2, "wave": 2}}
+
+
+def replace_worker(s, stage):
+    """Kill the stage's worker; another one takes what comes next."""
+    s.stages.pop(stage).hub.close()
+    s.stages[stage] = ScriptedStage(s.folder, s.pipeline, stage, number=1)
+    s.turn()
+
+
+@pytest.mark.parametrize("dead", ORDER)
+def test_a_request_without_output_begins_again_where_a_worker_of_a_pool_dies(play, dead):
+    s = play(**POOLS)
+    client, first = speaking(s)
+    replace_worker(s, dead)
+    assert not client.over
+    opened = [s.accept() for _ in ORDER]
+    (second,) = {m.run for m in opened}
+    assert second != first, "nothing late of the first attempt can be mistaken"
+    alive = [stage for stage in ORDER if stage != dead]
+    assert [s.stages[stage].stops for stage in alive] == [[first]] * 2
+    end_all(s, first, *alive)
+    s.stages["tokens"].put(second, 0, TextPiece("hello"))
+    s.turn()
+    end_all_well(s, second)
+    assert client.text == "hello"
+    assert (client.ended.event.outcome, client.failed) == ("completed", None)
+    assert s.orchestrator.metrics.retries.values[dead,] == 1
+
+
+def accept_again(s):
+    """All stages take the second attempt; its run."""
+    (run,) = {s.accept().run for _ in ORDER}
+    return run
+
+
+def end_all_well(s, run):
+    for stage in reversed(ORDER):
+        s.finish(stage, run)
+
+
+def test_a_request_with_output_ends_with_one_error(play):
+    s = play(**POOLS)
+    client, run = speaking(s)
+    s.stages["tokens"].put(run, 0, TextPiece("hello"))
+    s.turn()
+    replace_worker(s, "wave")
+    assert client.failed.line() == "[stage_failed:wave] the stage's worker died"
+    end_all(s, run, "tokens", "frames")
+    assert s.opener.calls == []
+
+
+def test_one_joined_answer_begins_again_at_any_time_and_holds_nothing_twice(play):
+    s = play(**POOLS)
+    client, first = speaking(s, chat("text", "audio", stream=False))
+    s.stages["tokens"].put(first, 0, TextPiece("hello"))
+    s.turn()
+    replace_worker(s, "wave")
+    second = accept_again(s)
+    end_all(s, first, "tokens", "frames")
+    s.stages["tokens"].put(second, 0, TextPiece("hello"))
+    s.turn()
+    end_all_well(s, second)
+    assert text_of(client.ended.event) == "hello"
+
+
+def test_a_request_that_loses_a_second_worker_fails_once(play):
+    s = play(**POOLS)
+    client, first = speaking(s)
+    replace_worker(s, "frames")
+    second = accept_again(s)
+    end_all(s, first, "tokens", "wave")
+    s.kill("frames")
+    assert client.failed.line() == "[stage_failed:frames] the stage's worker died"
+    end_all(s, second, "tokens", "wave")
+
+
+def test_an_error_of_the_engine_is_no_reason_to_begin_again(play):
+    s = play(**POOLS)
+    client, run = speaking(s)
+    s.fail("wave", run, StageFailed("boom", "wave"))
+    assert client.failed.line() == "[stage_failed:wave] boom"
+    end_all(s, run, "tokens", "frames")
+    assert s.opener.calls == []
+
+
+def test_a_stage_of_one_worker_fails_at_once(play):
+    s = play(workers={"frames": 2})
+    client, run = speaking(s)
+    replace_worker(s, "wave")
+    assert client.failed.line() == "[stage_failed:wave] the stage's worker died"
+    end_all(s, run, "tokens", "frames")
+
+
+def test_a_consumer_that_tells_of_the_death_first_is_believed(play):
+    """Its word may overtake the loss of the dead worker's own link."""
+    s = play(**POOLS)
+    client, first = speaking(s)
+    s.fail("wave", first, WorkerDied("frames"))
+    second = accept_again(s)
+    assert second != first
+    end_all(s, first, "tokens", "frames")
+    end_all_well(s, second)
+    assert client.ended.event.outcome == "completed"
+
+
+def test_a_stage_that_is_still_opening_is_left_behind(play):
+    s = play(**POOLS)
+    client = s.ask(chat("text", "audio"))
+    first = s.accept().run
+    message, opened, _ = s.take_call()
+    assert message.wait_s == 60.0, "it may wait in the stub as long as in the queue"
+    s.accept()
+    replace_worker(s, "tokens")
+    frames = s.stages["frames"]
+    frames.reply(message.reply, msg.AcceptedMessage(message.run, frames.hub.address))
+    s.turn()
+    s.answer(opened)
+    assert frames.stops == [first], "it was accepted for the first attempt"
+    end_all(s, first, "frames", "wave")
+    second = accept_again(s)
+    end_all_well(s, second)
+    assert client.ended.event.outcome == "completed"
+
+
+def test_a_client_that_leaves_after_the_restart_stops_the_second_attempt(play):
+    s = play(**POOLS)
+    client, first = speaking(s)
+    replace_worker(s, "wave")
+    second = accept_again(s)
+    end_all(s, first, "tokens", "frames")
+    client.gone()
+    s.turn()
+    assert client.over
+    end_all(s, second)
+
+
+def test_the_second_attempt_keeps_place_deadlines_and_token(play):
+    s = play(**POOLS, max_live=1)
+    client, first = speaking(s)
+    old = s.orchestrator.requests[first]
+    waiting = s.ask(chat("text"), "next")
+    replace_worker(s, "wave")
+    new = s.orchestrator.requests[client.run]
+    assert (new.arrived_s, new.admitted_s, new.token) == (old.arrived_s, old.admitted_s, old.token)
+    assert s.orchestrator.admission.live == {new}, "the next one still waits"
+    for _ in ORDER:
+        s.accept()
+    end_all(s, first, "tokens", "frames")
+    end_all_well(s, new.run)
+    s.accept()
+    s.finish("tokens", waiting.run)
+    assert waiting.ended is not None

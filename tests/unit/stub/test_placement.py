@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances and GPUs: what Triton tells a stub, and what the worker is shown of it."""
+"""Workers and GPUs: what Triton tells a stub, and what each worker is shown of it."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 
 from triton_omni.backends.config.schema import ConfigError, StageDeploy
-from triton_omni.backends.stub.placement import gpus, instance_id, visible_devices
+from triton_omni.backends.stub.placement import instance_id, visible_devices, workers
 
 
-def arguments(kind, device=0, name="m_x_0_0", groups=("m_x_0",)):
-    config = {"instance_group": [{"name": group} for group in groups]}
+def arguments(kind, device=0, name="m_x_0_0"):
     return {
         "model_name": "m_x", "model_instance_name": name, "model_instance_kind": kind,
-        "model_instance_device_id": str(device), "model_config": json.dumps(config),
+        "model_instance_device_id": str(device),
     }  # fmt: skip
 
 
@@ -29,21 +26,23 @@ def test_groups_and_their_members_have_ids_of_their_own():
         "0_0", "0_1", "1_0", "1_1"]  # fmt: skip
 
 
-def test_the_cpu_has_no_gpus():
-    assert gpus(arguments("CPU"), StageDeploy()) == []
+def test_workers_of_a_cpu_have_no_gpus():
+    assert workers(arguments("CPU"), StageDeploy()) == {"0_0": []}
+    assert workers(arguments("CPU"), StageDeploy(instances=2)) == {"0_0.0": [], "0_0.1": []}
 
 
-def test_triton_chooses_the_gpu_of_an_instance_with_one():
-    assert gpus(arguments("GPU", 3), StageDeploy(device="cuda", gpus=[1, 3])) == [3]
+def test_triton_chooses_the_gpu_of_a_stub_with_one():
+    assert workers(arguments("GPU", 3), StageDeploy(instances=2)) == {"0_0_gpu3.0": [3], "0_0_gpu3.1": [3]}
 
 
-def test_an_instance_with_several_gpus_has_those_of_its_group():
-    deploy = StageDeploy(device="cuda", gpus=[4, 5, 2, 3], gpus_per_instance=2)
-    groups = ("m_x_0", "renamed")
-    assert gpus(arguments("MODEL", name="m_x_0_0", groups=groups), deploy) == [4, 5]
-    assert gpus(arguments("MODEL", name="renamed_7", groups=groups), deploy) == [2, 3]
-    with pytest.raises(ConfigError, match="m_x: `gpus` has no GPU for instance group 1"):
-        gpus(arguments("MODEL", name="renamed_7", groups=groups), StageDeploy())
+def test_one_stub_has_the_workers_of_all_gpus_of_the_deploy_file():
+    one_each = StageDeploy(device="cuda", gpus=[3, 0], instances=2)
+    assert list(workers(arguments("MODEL"), one_each).values()) == [[3], [3], [0], [0]]
+    two_each = StageDeploy(device="cuda", gpus=[4, 5, 2, 3], gpus_per_instance=2)
+    assert workers(arguments("MODEL"), two_each) == {"0_0.0": [4, 5], "0_0.1": [2, 3]}
+    assert (one_each.workers, two_each.workers) == (4, 2)
+    with pytest.raises(ConfigError, match="m_x: an instance of KIND_MODEL needs `gpus`"):
+        workers(arguments("MODEL"), StageDeploy())
 
 
 @pytest.mark.parametrize(

@@ -418,3 +418,125 @@ def test_a_death_after_a_steady_life_resets_the_back_off(make):
         b.turn()
         b.worker_is_ready()
     assert (b.worker_process.state, b.worker_process.restarts) == ("ready", GIVE_UP_AFTER + 2)
+
+
+# --- a pool ------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def pool(make):
+    """Two ready workers."""
+    b = make(ready=False, workers=2)
+    for number in (0, 1):
+        b.worker_is_ready(number)
+    return b
+
+
+def opens(b, number):
+    return [m.run for m in b.worker_reads(number) if isinstance(m, msg.OpenMessage)]
+
+
+def test_the_stage_is_decided_when_each_worker_is(make):
+    b = make(ready=False, workers=2)
+    b.worker_is_ready(0)
+    assert not b.loop.start_decided
+    b.pool[1].stub.send(msg.PingMessage("toy/tokens", "failed", text="no memory"))
+    b.turn()
+    assert b.loop.start_decided and b.loop.start_error == "", "one that works is enough"
+
+
+def test_a_pool_that_cannot_start_is_the_models_error(make):
+    b = make(ready=False, workers=2)
+    for number in (0, 1):
+        b.pool[number].stub.send(msg.PingMessage("toy/tokens", "failed", text=f"no memory {number}"))
+    b.turn()
+    assert b.loop.start_error == "no memory 0"
+
+
+def test_runs_go_to_the_least_busy_worker(pool):
+    runs = [pool.call()[1] for _ in range(4)]
+    pool.turn()
+    taken = [opens(pool, 0), opens(pool, 1)]
+    assert [len(each) for each in taken] == [2, 2]
+    assert sorted(taken[0] + taken[1]) == sorted(runs)
+    pool.pool[0].stub.send(msg.FailedMessage(taken[0][0], ErrorInfo("bad_request", "no")))
+    pool.turn()
+    _, run = pool.call()
+    pool.turn()
+    assert opens(pool, 0) == [run], "the end of a run makes room"
+
+
+def test_a_run_that_was_not_accepted_is_taken_by_the_other_worker_with_its_inputs(pool):
+    audio = Tensor.of("codes", np.arange(6, dtype=np.int16))
+    client, run = pool.call(None, audio)
+    pool.turn()
+    victim = 0 if any(isinstance(m, msg.OpenMessage) for m in pool.worker_reads(0)) else 1
+    pool.worker_dies(victim)
+    pool.turn()
+    chunk, opened = [m for m in pool.worker_reads(1 - victim) if isinstance(m, Chunk | msg.OpenMessage)]
+    assert np.frombuffer(chunk.tensors[0].data, np.int16).tolist() == list(range(6))
+    assert opened.run == run
+    assert client.sent == ["ack"]
+    assert pool.loop.moved_runs == 1
+    pool.worker_dies(1 - victim)
+    pool.turn()
+    assert client.sent == ["ack", FINAL], "a run is moved once"
+    client.close()
+    pool.turn()
+    assert lines(pool.sent_to_orchestrator(run)) == [DIED]
+
+
+def test_an_accepted_run_ends_with_its_worker_and_the_others_go_on(pool):
+    calls = [pool.call() for _ in range(2)]
+    pool.turn()
+    victim = 0 if calls[0][1] in opens(pool, 0) else 1
+    for number, (_, run) in ((victim, calls[0]), (1 - victim, calls[1])):
+        pool.pool[number].stub.send(msg.AcceptedMessage(run))
+    pool.turn()
+    pool.worker_dies(victim)
+    pool.turn()
+    assert calls[0][0].sent == ["ack", FINAL]
+    assert calls[1][0].sent == ["ack"]
+    assert pool.loop.state == "ready"
+
+
+def test_runs_wait_for_a_worker_while_both_are_down_and_no_longer_than_they_may(pool):
+    for number in (0, 1):
+        pool.worker_dies(number)
+    pool.turn()
+    (patient, run), (short, _) = pool.call(wait_s=60.0), pool.call(wait_s=0.1)
+    direct, _ = pool.call(reply="")
+    pool.turn()
+    assert patient.sent == short.sent == ["ack"]
+    assert refused(direct) == ["[unavailable:tokens] the stage is restarting"]
+    pool.clock.now_s += FIRST_PAUSE_S + 0.01
+    pool.turn()
+    assert short.sent == ["ack", FINAL]
+    pool.worker_is_ready(1)
+    assert opens(pool, 1) == [run]
+
+
+def test_a_drained_worker_ends_its_runs_and_gets_no_other(pool):
+    pool.loop.workers[0].is_drained = True
+    runs = [pool.call()[1] for _ in range(3)]
+    pool.turn()
+    assert (opens(pool, 0), opens(pool, 1)) == ([], runs)
+
+
+def test_affinity_keeps_requests_that_begin_alike_on_one_worker(make):
+    b = make(ready=False, workers=2, route="affinity")
+    for number in (0, 1):
+        b.worker_is_ready(number)
+    clients = [b.call(request=chat(n + 1)) for n in range(3)]
+    b.turn()
+    assert sorted([len(opens(b, 0)), len(opens(b, 1))]) in ([0, 3], [1, 2])
+    assert len(clients) == 3
+
+
+def test_a_worker_that_never_starts_again_leaves_the_pool_ready(pool):
+    pool.pool[0]._backoff.deaths = GIVE_UP_AFTER - 1
+    pool.pool[0].ready_s = pool.clock.now_s
+    pool.worker_dies(0)
+    pool.turn()
+    assert (pool.pool[0].state, pool.loop.state) == ("gave_up", "ready")
+    _, run = pool.call()
+    pool.turn()
+    assert opens(pool, 1) == [run]
