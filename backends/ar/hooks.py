@@ -35,7 +35,7 @@ class Span:
     start: int
     count: int
     tapped: bool = False
-    """See `is_tapped`."""
+    """Rows of a run that `is_tapped`, and of its prompt: those of its answer are not read."""
 
 
 class Taps(Protocol):

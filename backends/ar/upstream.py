@@ -136,7 +136,8 @@ class HookedRunner:
             count = scheduler_output.num_scheduled_tokens[request]
             position = int(self.input_batch.num_computed_tokens_cpu[index])
             state = self.requests[request]
-            spans.append(Span(run_key(state), position, start, count, is_tapped(state)))
+            reads_prompt = is_tapped(state) and position < state.num_prompt_tokens
+            spans.append(Span(run_key(state), position, start, count, reads_prompt))
             start += count
         return spans
 

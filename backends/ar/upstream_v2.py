@@ -32,11 +32,11 @@ class V2HookedRunner:
     rows: Rows | None = None
     keys: dict[str, str]
     """vLLM's request id → our key of the run"""
-    tapped: set[str]
-    """vLLM's ids of requests whose rows the taps read"""
+    tapped: dict[str, int]
+    """vLLM's ids of requests whose prompt's rows the taps read → length of the prompt"""
 
     def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.keys, self.tapped = {}, set()
+        self.keys, self.tapped = {}, {}
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         layers = self.vllm_config.additional_config.get(TAP_LAYERS, ())
         if layers:  # before CUDA graphs are captured
@@ -48,7 +48,8 @@ class V2HookedRunner:
 
     def add_requests(self: Any, scheduler_output: Any) -> None:
         self.keys |= {new.req_id: run_key(new) for new in scheduler_output.scheduled_new_reqs}
-        self.tapped |= {new.req_id for new in scheduler_output.scheduled_new_reqs if is_tapped(new)}
+        tapped = filter(is_tapped, scheduler_output.scheduled_new_reqs)
+        self.tapped |= {new.req_id: len(new.prompt_token_ids) for new in tapped}
         if self.rows is not None:
             self.rows.apply(getattr(scheduler_output, CONTROL_EVENTS, ()))
         super().add_requests(scheduler_output)  # type: ignore[misc]
@@ -57,7 +58,7 @@ class V2HookedRunner:
         removed = super()._remove_request(req_id)  # type: ignore[misc]
         if removed:
             del self.keys[req_id]
-            self.tapped.discard(req_id)
+            self.tapped.pop(req_id, None)
         return removed
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
@@ -91,7 +92,7 @@ class V2HookedRunner:
                 int(positions[i]),
                 int(starts[i]),
                 int(starts[i + 1] - starts[i]),
-                request in self.tapped,
+                int(positions[i]) < self.tapped.get(request, 0),
             )
             for i, request in enumerate(input_batch.req_ids)
         ]

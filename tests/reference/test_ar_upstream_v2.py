@@ -20,6 +20,7 @@ def new(request, key):
     return SimpleNamespace(
         req_id=request,
         sampling_params=SimpleNamespace(extra_args={"omni_run": key}, skip_reading_prefix_cache=key == "A"),
+        prompt_token_ids=[0] * 3,
         prefill_token_ids=[0] * 5,
     )
 
@@ -124,6 +125,8 @@ def test_layers_are_tapped_by_run(runner):
     out = runner.sample_tokens(None)
     assert runner.taps.taps == ([("A", 0, 0, 3, True), ("B", 7, 3, 1, False)], [0, 1, 2, 3], (4, 2))
     assert out.model_runner_output.omni_step_result == "result"
+    runner.batch.num_computed_tokens_np[0] = 3
+    assert not any(span.tapped for span in runner.spans(runner.batch)), "its answer's rows are not read"
 
 
 def test_rows_go_in_and_sampled_tokens_come_out(runner):
@@ -142,7 +145,7 @@ def test_given_positions_go_on_behind_the_prompt(runner):
 
 
 def test_requests_are_forgotten(runner):
-    assert runner.tapped == {"a"}
+    assert runner.tapped == {"a": 3}
     runner._remove_request("a")
     runner._remove_request("unknown")
     assert runner.keys == {"b": "B"} and not runner.tapped

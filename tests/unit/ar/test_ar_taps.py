@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+import types
 
 import pytest
 
@@ -11,7 +12,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from triton_omni.backends.ar import taps  # noqa: E402
-from triton_omni.backends.ar.hooks import Span  # noqa: E402
+from triton_omni.backends.ar.hooks import RUN_KEY, Span  # noqa: E402
+from triton_omni.backends.ar.upstream import HookedRunner  # noqa: E402
 from triton_omni.backends.pipelines.qwen3_omni.network import PromptParts  # noqa: E402
 from triton_omni.backends.pipelines.qwen3_omni.thinker import in_order  # noqa: E402
 
@@ -47,6 +49,17 @@ def test_rows_stay_in_the_networks_dtype_and_off_the_host(host_copies):
 def test_a_step_without_tapped_runs_reads_nothing_back(host_copies):
     assert tap(False, False)[0] is None
     assert host_copies == []
+
+
+@pytest.mark.parametrize(("computed", "tapped"), [(0, True), (19, True), (20, False), (25, False)])
+def test_a_tapped_run_is_read_until_its_prompt_is_computed(computed, tapped):
+    """A step of its answer needs no rows, so nothing that waits for the device may be read for it."""
+    params = types.SimpleNamespace(skip_reading_prefix_cache=True, extra_args={RUN_KEY: "run 1"})
+    request = types.SimpleNamespace(sampling_params=params, num_prompt_tokens=20)
+    batch = types.SimpleNamespace(req_ids=["a"], num_computed_tokens_cpu=[computed])
+    runner = types.SimpleNamespace(input_batch=batch, requests={"a": request})
+    [span] = HookedRunner.spans(runner, types.SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    assert span == Span("run 1", computed, 0, 1, tapped)
 
 
 def test_rows_of_a_rank_in_another_process_go_through_the_host(monkeypatch, host_copies):
