@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -39,6 +40,12 @@ if TYPE_CHECKING:
     from triton_omni.backends.ar.chat_prompts import ChatTokenizer
 
 log = logging.getLogger("triton_omni.ar")
+
+TEXT_EVERY_S = 0.001
+"""Shortest time between two pieces of text of a run, for each other run of the engine: what pieces cost the
+processes between here and the client does not grow with the number of runs. A run that is alone sends each token."""
+TEXT_AT_MOST_S = 0.05
+"""Bound on it: text that comes in steps of this length still reads as a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,8 @@ class ArRunState:
     scanner        takes function calls out of the text, if the request has tools
     transcripts    by number of the audio part
     scheduled      vLLM's record of the run, set when it starts
-    held_ids       tokens whose text is not out yet: part of a character, or of a possible stop string
+    held_text      waits to be sent with the next token's; due at `text_due_s`
+    held_ids       tokens whose text is not out: `held_text`, part of a character, or of a possible stop string
     """
 
     run: Run
@@ -119,6 +127,8 @@ class ArRunState:
     completion_tokens: int = 0
     cached_tokens: int = 0
     output_sent: bool = False
+    text_due_s: float = 0.0
+    held_text: str = ""
     held_ids: list[int] = field(default_factory=list[int])
     held_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
 
@@ -272,9 +282,13 @@ class ArEngine:
         text, calls = completion.text, []
         if state.scanner is not None:
             text, calls = state.scanner.feed(completion.text, output.finished)
+        state.held_text += text
         events: list[EngineEvent] = []
-        if text or calls or (output.finished and state.held_ids):
-            events.append(self._output(state, text, calls))
+        now_s = monotonic()
+        is_due = calls or output.finished or now_s >= state.text_due_s
+        if is_due and (state.held_text or calls or (state.held_ids and output.finished)):
+            events.append(self._output(state, calls))
+            state.text_due_s = now_s + min(TEXT_AT_MOST_S, TEXT_EVERY_S * (len(self.runs) - 1))
         if state.feed is not None:
             events += state.feed.chunks(output)
         if output.finished:
@@ -282,11 +296,11 @@ class ArEngine:
             events.append(self._end(state, completion.finish_reason))
         return events
 
-    def _output(self, state: ArRunState, text: str, calls: list[FunctionCall]) -> EngineOutput:
+    def _output(self, state: ArRunState, calls: list[FunctionCall]) -> EngineOutput:
         first = 0 if state.output_sent else state.prompt_tokens
-        piece = TextPiece(text, tuple(state.held_ids), tuple(state.held_logprobs), tuple(calls), first)
+        piece = TextPiece(state.held_text, tuple(state.held_ids), tuple(state.held_logprobs), tuple(calls), first)
         state.output_sent = True
-        state.held_ids, state.held_logprobs = [], []
+        state.held_text, state.held_ids, state.held_logprobs = "", [], []
         return EngineOutput(state.run, piece)
 
     def _end(self, state: ArRunState, reason: str | None) -> EngineEvent:

@@ -25,6 +25,7 @@ from tests.kit.ar_runs import (
     scheduler,
     step,
     text,
+    texts,
     tokens,
 )
 from tests.kit.ar_worker import become_ar_worker
@@ -126,6 +127,38 @@ def test_prefix_caching_changes_nothing_but_the_work(engine, reference):
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
+def test_runs_side_by_side_send_their_text_in_fewer_pieces(engine, monkeypatch):
+    """While the clock stands still no second piece is due before the end; a run that is alone never waits."""
+    monkeypatch.setattr("triton_omni.backends.ar.engine.monotonic", lambda: 1.0)
+    alone = answer(engine, chat(PROMPTS[1], max_tokens=8, ignore_eos=True, logprobs=1))
+    runs = [chat(PROMPTS[1], max_tokens=8, ignore_eos=True, logprobs=1) for _ in range(2)]
+    for run in runs:
+        engine.open(run)
+    events = drain(engine)
+    assert len(texts(alone)) > 3
+    for run in runs:
+        first, rest = texts(events[run])
+        assert first == texts(alone)[0], "the first text is not held back"
+        assert TextPiece.join([first, rest]).token_ids == TextPiece.join(texts(alone)).token_ids
+        assert (text(events[run]), len(rest.token_ids)) == (text(alone), len(rest.logprobs))
+
+
+def test_held_text_leaves_with_the_first_token_after_it_is_due(engine, monkeypatch):
+    now_s = [1.0]
+    monkeypatch.setattr("triton_omni.backends.ar.engine.monotonic", lambda: now_s[0])
+    runs = [chat(PROMPTS[1], max_tokens=8, ignore_eos=True) for _ in range(2)]
+    for run in runs:
+        engine.open(run)
+    events: dict[Run, list[object]] = {}
+    for _ in range(4):
+        step(engine, events)
+    assert [len(texts(events[run])) for run in runs] == [1, 1]
+    now_s[0] += 0.001
+    step(engine, events)
+    assert [len(texts(events[run])) for run in runs] == [2, 2]
+    drain(engine)
+
+
 def test_joined_deltas_are_the_text_of_the_tokens(engine):
     rng = random.Random(1)
     runs = [chat(p, max_tokens=50, temperature=1.5, seed=rng.randrange(99)) for p in PROMPTS]
