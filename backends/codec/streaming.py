@@ -54,7 +54,7 @@ class StatefulCodecOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
     dtype: str = "float32"
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     cuda_graph_windows: tuple[Annotated[int, msgspec.Meta(ge=1, le=256)], ...] = ()
-    chunks: CodecOptions = CodecOptions(first_chunk_frames=4, chunk_frames=25)
+    chunks: CodecOptions = CodecOptions(first_chunk_frames=2, ramp_frames=(4, 8, 16), chunk_frames=25)
 
 
 class CodecConfig(Protocol):

@@ -73,7 +73,7 @@ def decode(engine, many, pieces=1):
 def plan(frames):
     """How many frames each piece of audio holds: four, then twenty-five at a time, then what is left."""
     found, left = [], frames
-    for size in [4] + [25] * frames:
+    for size in [2, 4, 8, 16] + [25] * frames:
         if left:
             found.append(min(size, left))
             left -= found[-1]
