@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass(frozen=True)
 class Span:
-    """One received span; ids in hex, times in seconds."""
+    """One received span; ids in hex, times in seconds; `event_s` has those of its events."""
 
     name: str
     service: str
@@ -28,6 +28,7 @@ class Span:
     status: str
     attributes: dict[str, Any]
     events: list[str]
+    event_s: dict[str, float]
 
 
 @dataclass
@@ -53,6 +54,7 @@ def _span(service: str, span: Any) -> Span:
         span.name, service, span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(),
         span.start_time_unix_nano / 1e9, span.end_time_unix_nano / 1e9, span.status.code == 2, span.status.message,
         _facts(span.attributes), [event.name for event in span.events],
+        {event.name: event.time_unix_nano / 1e9 for event in span.events},
     )  # fmt: skip
 
 
