@@ -36,7 +36,7 @@ PROMPTS = (
     "Why is the fox quick?",
     "Say hello to the world.",
     "What does the dog do all day, and who helps it?",
-    "Describe a picture of a lazy afternoon.",
+    "Describe a lazy afternoon in the old town.",
     "Is this a test of speech?",
     "List three animals that jump.",
     "How do images and speech belong together?",
