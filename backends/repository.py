@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 from msgspec import structs
 
 from triton_omni.backends import wire
 from triton_omni.backends.config.paths import Build
-from triton_omni.backends.config.schema import Deploy, StageDeploy, to_parameters
+from triton_omni.backends.config.schema import LINKS, Deploy, StageDeploy, to_parameters
 from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.pipeline import Pipeline, Stage, accept_all
 from triton_omni.backends.deploy.load import deploy_errors, load_deploy, read_deploy
@@ -55,9 +56,10 @@ def stage_outputs(stage: Stage) -> tuple[TensorSpec, ...]:
 def repository_files(pipeline: Pipeline, deploy: Deploy) -> dict[str, str]:
     """Relative path → content of a pipeline's model repository."""
     files: dict[str, str] = {}
+    links = {} if deploy.links is None else {LINKS: msgspec.json.encode(deploy.links).decode()}
     for stage in pipeline.stages:
         own = deploy.stages[stage.name]
-        parameters = {"pipeline": pipeline.name, "stage": stage.name} | to_parameters(own)
+        parameters = {"pipeline": pipeline.name, "stage": stage.name} | links | to_parameters(own)
         model = pipeline.model(stage.name)
         files[f"{model}/config.pbtxt"] = _config(
             model, stage_inputs(stage), stage_outputs(stage), _instances(own), parameters
@@ -68,7 +70,7 @@ def repository_files(pipeline: Pipeline, deploy: Deploy) -> dict[str, str]:
     checked = {s.name: deploy.stages[s.name].engine for s in pipeline.stages if s.check is not accept_all}
     pools = {name: count for name, own in deploy.stages.items() if (count := own.workers) > 1}
     orchestrator = structs.replace(deploy.orchestrator, engine=checked, workers=pools)
-    parameters = {"pipeline": pipeline.name} | to_parameters(orchestrator)
+    parameters = {"pipeline": pipeline.name} | links | to_parameters(orchestrator)
     instances = "instance_group [{ kind: KIND_CPU count: 1 }]"
     files[f"{pipeline.name}/config.pbtxt"] = _config(
         pipeline.name, PUBLIC_INPUTS, PUBLIC_OUTPUTS, instances, parameters
@@ -82,7 +84,9 @@ def repository_files(pipeline: Pipeline, deploy: Deploy) -> dict[str, str]:
 def _instances(deploy: StageDeploy) -> str:
     """One instance, whose stub starts all workers; one per GPU where the deploy file names none."""
     kind = {"cpu": "KIND_CPU", "cuda": "KIND_GPU", "auto": "KIND_AUTO"}[deploy.device]
-    if deploy.spans_gpus:
+    if deploy.place is not None:
+        kind = "KIND_CPU"
+    elif deploy.spans_gpus:
         kind = "KIND_MODEL"
     elif deploy.gpus:
         kind = f"KIND_GPU gpus: [ {deploy.gpus[0]} ]"

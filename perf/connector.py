@@ -27,7 +27,7 @@ import numpy as np
 
 from perf.measures import percentile
 from triton_omni.backends.control.hub import Hub, Lost
-from triton_omni.backends.control.tcp_links import LinkSettings
+from triton_omni.backends.control.link_settings import LinkSettings
 from triton_omni.backends.core.chunk import Chunk, Tensor
 
 SIZES = {4096: 20_000, 65_536: 10_000, 1 << 20: 2_000, 16 << 20: 150}

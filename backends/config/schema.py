@@ -16,6 +16,8 @@ import msgspec
 
 from triton_omni.backends.core.hints import nearest_key
 
+LINKS = "links"
+"""Parameter of every model of a pipeline with `links`: they are not of one stage."""
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -66,6 +68,50 @@ class OrchestratorDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             _check_finite(name, getattr(self, name))
 
 
+class TlsDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Files of mutual TLS: this server's certificate and its key, and the certificate of who signed all of them."""
+
+    cert: str
+    key: str
+    ca: str
+
+
+class LinksDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How processes of this server and workers on other hosts reach each other.
+
+    key_file  file with the secret that all of them share: at least 32 random bytes, readable by its owner only
+    host      this host's address for the others; "auto": the one on the way to the default route
+    ports     ports to listen on, "first-last" or one; "any": any that is free. Each process needs one
+    tls       encrypt links with mutual TLS
+    """
+
+    key_file: str
+    host: str = "auto"
+    ports: str | int = "any"
+    tls: TlsDeploy | None = None
+
+    def __post_init__(self) -> None:
+        if not self.key_file or not self.host:
+            raise ValueError(f"{'host' if self.key_file else 'key_file'} must not be empty")
+        self.port_range()
+
+    def port_range(self) -> tuple[int, int]:
+        """First and last port; 0, 0 for any."""
+        if self.ports == "any":
+            return 0, 0
+        first, dash, last = str(self.ports).partition("-")
+        numbers = [int(n) if n.isascii() and n.isdigit() else 0 for n in (first, last if dash else first)]
+        if not 0 < numbers[0] <= numbers[1] < 1 << 16:
+            raise ValueError(f"ports must be 'any', a port or 'first-last' between 1 and 65535 (got '{self.ports}')")
+        return numbers[0], numbers[1]
+
+
+class PlaceDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a stage's workers run. by external: started by other means; `doctor` shows the command."""
+
+    by: Literal["external"]
+
+
 class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One stage on this machine.
 
@@ -81,6 +127,7 @@ class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                        operator's key only
     gpu_memory_bytes   memory that a worker uses on each of its GPUs: weights, caches, activations; 0: not stated.
                        Only for the check that stages fit the GPUs they share
+    place              who starts the workers; without it this server does, on this host. Needs `links`
     engine             options of the stage's engine; the engine knows its own keys
     """
 
@@ -93,6 +140,7 @@ class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hang_s: Seconds = 120.0
     direct_calls: bool = False
     gpu_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    place: PlaceDeploy | None = None
     engine: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
@@ -106,6 +154,10 @@ class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("gpus cannot be used with device cpu")
         if len(self.gpus) % self.gpus_per_instance or (self.gpus_per_instance > 1 and not self.gpus):
             raise ValueError(f"gpus must name a multiple of gpus_per_instance ({self.gpus_per_instance}): {self.gpus}")
+        if self.place is not None and self.device == "auto":
+            raise ValueError("device must be cpu or cuda where place is given: this host does not know the other's")
+        if self.place is not None and self.gpus:
+            raise ValueError("gpus cannot be used with place: who starts the worker says which GPUs it sees")
 
     @property
     def spans_gpus(self) -> bool:
@@ -128,12 +180,14 @@ class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A deploy.yaml.
 
     gpu_bytes  memory of each GPU that the file is written for; 0: unknown, and whether stages fit is not checked
+    links      for stages whose workers run on other hosts
     """
 
     pipeline: str
     stages: dict[str, StageDeploy]
     orchestrator: OrchestratorDeploy = OrchestratorDeploy()
     gpu_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    links: LinksDeploy | None = None
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -148,7 +202,8 @@ def convert(values: object, kind: type[T], place: str, strict: bool = True) -> T
 
 
 def _hint(message: str, kind: type[msgspec.Struct]) -> str:
-    known = (name for struct in (kind, OrchestratorDeploy, StageDeploy) for name in struct.__struct_fields__)
+    structs = (kind, OrchestratorDeploy, StageDeploy, LinksDeploy, TlsDeploy, PlaceDeploy)
+    known = (name for struct in structs for name in struct.__struct_fields__)
     return nearest_key(message, known)
 
 
@@ -157,9 +212,11 @@ def to_parameters(deploy: OrchestratorDeploy | StageDeploy) -> dict[str, str]:
     """A deploy section as flat text parameters; engine options become `engine.<key>` with a JSON value."""
     values = msgspec.to_builtins(deploy)
     engine = values.pop("engine", {})
-    unsaid = ["device", "gpu_memory_bytes"]  # instance_group and static checks have them
+    unsaid = ["gpu_memory_bytes"]  # a static check has it
     if isinstance(deploy, StageDeploy) and not deploy.spans_gpus:
         unsaid += ["gpus", "gpus_per_instance"]
+    if not values.get("place"):
+        unsaid += ["device", "place"]  # instance_group has the device
     defaults = {"instances": 1, "route": "least_live", "direct_calls": False, "workers": {}}
     unsaid += [name for name, default in defaults.items() if values.get(name) == default]
     for name in unsaid:

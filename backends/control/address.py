@@ -15,6 +15,8 @@ from pathlib import Path
 import msgspec
 
 TCP = "tcp://"
+TOKEN_VARIABLE = "TRITON_OMNI_HOST_TOKEN"
+"""For workers that share a boot and a network namespace and are to use TCP all the same."""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -41,7 +43,11 @@ def parse_address(text: str) -> Address:
     token, colon, path = local.partition(":") if bar else ("", "", local)
     if tcp:
         host_and_port(tcp)
-    if (bar and not (token and colon and tcp)) or (path and not path.startswith("/")) or not (path or tcp):
+    if (
+        (bar and not (token and colon and tcp and "|" not in tcp))
+        or (path and not path.startswith("/"))
+        or not (path or tcp)
+    ):
         raise ValueError(f"address must be a path, tcp://host:port or both (got '{text}')")
     return Address(path, tcp, token)
 
@@ -62,7 +68,9 @@ def tcp_address(host: str, port: int) -> str:
 
 @functools.cache
 def host_token() -> str:
-    """What tells this host from others: the boot's id and the network namespace."""
+    """What tells this host from others: the boot's id and the network namespace, or the environment's word."""
+    if given := os.environ.get(TOKEN_VARIABLE):
+        return given
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}"
 

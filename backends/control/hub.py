@@ -36,7 +36,8 @@ from triton_omni.backends.core.chunk import Chunk
 
 if TYPE_CHECKING:
     from triton_omni.backends.connectors.tcp import TcpConnector, TcpLink
-    from triton_omni.backends.control.tcp_links import LinkSettings, TcpLinks
+    from triton_omni.backends.control.link_settings import LinkSettings
+    from triton_omni.backends.control.tcp_links import TcpLinks
 
 log = logging.getLogger("triton_omni.control")
 

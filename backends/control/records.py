@@ -17,7 +17,8 @@ from typing import Literal
 import msgspec
 
 Role = Literal["stage", "orchestrator"]
-State = Literal["starting", "ready", "restarting", "gave_up", "stuck"]
+State = Literal["starting", "waiting", "ready", "restarting", "gave_up", "stuck"]
+"""waiting: for a worker that is started by other means to join."""
 SILENT_S = 1.5  # a record not touched for this long is reported as stuck, whatever its content
 
 
@@ -37,6 +38,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds the worker took to become ready."""
     gpu_paths: str = ""
     """How GPU tensors travel to the worker's peers, see Hub.gpu_paths."""
+    join_command: str = ""
+    """What starts the worker that a waiting instance waits for."""
 
 
 def record_path(run_dir: Path, model: str, instance: str) -> Path:

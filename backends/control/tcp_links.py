@@ -18,12 +18,11 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from triton_omni.backends.connectors.base import PeerLost
 from triton_omni.backends.connectors.greeting import Greeting
 from triton_omni.backends.connectors.tcp import TcpLink, tls_contexts
 from triton_omni.backends.control.address import host_and_port, tcp_address
+from triton_omni.backends.control.link_settings import LinkSettings
 
 if TYPE_CHECKING:
     from triton_omni.backends.control.hub import Hub, Peer
@@ -35,21 +34,6 @@ MAX_STRANGERS = 64  # accepted streams whose greeting is not over; the oldest gi
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))  # a cut is seen in 4 to 5 s
 SYN_RETRIES = 2  # the kernel's default of 6 would go on for two minutes
 ACCEPTS_PER_TURN = 64
-
-
-class LinkSettings(msgspec.Struct, frozen=True):
-    """How processes of several hosts reach each other.
-
-    host   our own address for the listener
-    ports  first and last port to listen on; 0, 0: any that is free
-    key    secret of the server, at least greeting.KEY_BYTES long
-    tls    files of mutual TLS: certificate, key, certificate of the authority; empty: no TLS
-    """
-
-    host: str
-    key: bytes
-    ports: tuple[int, int] = (0, 0)
-    tls: tuple[str, ...] = ()
 
 
 class TcpLinks:

@@ -60,4 +60,7 @@ def deploy_errors(deploy: Deploy, pipeline: Pipeline) -> list[str]:
         errors.append(f"stages of pipeline {pipeline.name} are missing: {', '.join(missing)}")
     if unknown := sorted(set(deploy.stages) - set(names)):
         errors.append(f"unknown stages: {', '.join(unknown)}; pipeline {pipeline.name} has {', '.join(names)}")
+    placed = [name for name, stage in deploy.stages.items() if stage.place is not None]
+    if placed and deploy.links is None:
+        errors.append(f"stage {placed[0]}: place needs `links` with a key_file; see docs/many-hosts.md")
     return errors + gpu_memory_errors(deploy.stages, deploy.gpu_bytes)

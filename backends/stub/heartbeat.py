@@ -34,9 +34,16 @@ class InstanceHeartbeat:
         )
 
     def update(
-        self, state: State, worker_pid: int = 0, restarts: int = 0, ready_s: float = 0.0, gpu_paths: str = ""
+        self,
+        state: State,
+        worker_pid: int = 0,
+        restarts: int = 0,
+        ready_s: float = 0.0,
+        gpu_paths: str = "",
+        address: str = "",
+        join_command: str = "",
     ) -> None:
-        """Write the record if it changed; otherwise touch it every HEARTBEAT_S."""
+        """Write the record if it changed; otherwise touch it every HEARTBEAT_S. `address`: if it is known only now."""
         now = time.monotonic()
         record = msgspec.structs.replace(
             self._record,
@@ -45,6 +52,8 @@ class InstanceHeartbeat:
             restarts=restarts,
             ready_s=round(ready_s, 3),
             gpu_paths=gpu_paths,
+            address=address or self._record.address,
+            join_command=join_command,
         )
         if record != self._record or not self._written:
             self._record, self._written = record, True

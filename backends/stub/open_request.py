@@ -14,6 +14,8 @@ import msgspec
 
 from triton_omni.backends import wire
 from triton_omni.backends.control import messages as msg
+from triton_omni.backends.control.address import parse_address
+from triton_omni.backends.control.records import read_records
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.ids import RUN_ID_BYTES
 from triton_omni.backends.core.pipeline import Pipeline
@@ -32,7 +34,7 @@ def read_open(data: bytes, pipeline: Pipeline, stage: str, run_dir: Path, has_in
     outputs = {o.name for o in pipeline.outputs if o.stage == stage}
     genuine = (
         len(message.run) == RUN_ID_BYTES
-        and Path(message.reply).parent == run_dir
+        and _is_of_server(message.reply, run_dir)
         and not message.direct
         and message.has_inputs == has_inputs
         and sources >= set(message.upstream)
@@ -44,3 +46,14 @@ def read_open(data: bytes, pipeline: Pipeline, stage: str, run_dir: Path, has_in
     if not genuine:
         raise BadRequest("this input belongs to the orchestrator of this server", wire.OPEN)
     return message
+
+
+def _is_of_server(address: str, run_dir: Path) -> bool:
+    """True for a unix socket in the server's folder; with a TCP address only if an instance's record names both."""
+    try:
+        where = parse_address(address)
+    except ValueError:
+        return False
+    if not where.tcp:
+        return Path(where.path).parent == run_dir
+    return any(record.address == address for record in read_records(run_dir))

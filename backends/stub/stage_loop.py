@@ -39,6 +39,7 @@ from triton_omni.backends.core.generate import decode_request
 from triton_omni.backends.core.pipeline import Stage
 from triton_omni.backends.core.responses import Event, Response, ResponseStream
 from triton_omni.backends.stub.choose import by_affinity, least_live
+from triton_omni.backends.stub.external_worker import ExternalWorker
 from triton_omni.backends.stub.worker_process import WorkerProcess
 
 Arguments = TypeVarTuple("Arguments")
@@ -49,6 +50,7 @@ PUBLISH_S = 5.0  # oldest gauges while calls are open
 STOPPED_S = 10.0  # a stopped worker is killed after this
 _NOT_READY: dict[State, str] = {
     "starting": "the stage is starting",
+    "waiting": "the stage waits for a worker to join",
     "restarting": "the stage is restarting",
     "gave_up": "the stage's worker died too often and is not restarted",
     "stuck": "the stage's worker is stopped",
@@ -90,7 +92,7 @@ class PoolWorker:
     """
 
     name: str
-    process: WorkerProcess
+    process: WorkerProcess | ExternalWorker
     peer: Peer | None = None
     last_activity_s: float = 0.0
     stopped_since_s: float | None = None
@@ -115,7 +117,7 @@ class StageLoop:
         *,
         stage: Stage,
         deploy: StageDeploy,
-        workers: Mapping[str, WorkerProcess],
+        workers: Mapping[str, WorkerProcess | ExternalWorker],
         hub: Hub,
         on_ping: Callable[[PoolWorker, msg.PingMessage], None],
         clock: Callable[[], float] = time.monotonic,
@@ -163,7 +165,11 @@ class StageLoop:
     def _start(self, worker: PoolWorker) -> None:
         now = worker.last_activity_s = self._clock()
         try:
-            worker.peer = self.hub.adopt(worker.process.start(now))
+            sock = worker.process.start(now)
+            if sock is not None:
+                worker.peer = self.hub.adopt(sock)
+            else:
+                self._was_ready.add(worker.name)  # a stub that waits for a worker to join serves meanwhile
         except OSError as error:  # no such interpreter, no memory: retried with back-off
             log.error("worker %s could not be started: %s", worker.name, error)
             self.fail_start(f"the worker could not be started: {error}", worker)
@@ -177,6 +183,8 @@ class StageLoop:
                     cast(Callable[[], None], item)()
                 elif (worker := next((w for w in self.workers if w.peer is peer), None)) is not None:
                     self._on_worker(worker, peer, item)
+                elif isinstance(item, msg.PingMessage) and item.state == "joining":
+                    self._on_join(peer, item.text)
             except Exception:  # loop boundary: an error in one item must not lose the others
                 log.exception("%s could not be handled", "a posted call" if peer is None else type(item).__name__)
         for _ in range(len(self._waiting)):
@@ -240,7 +248,9 @@ class StageLoop:
     def _hand_over(self, call: StageCall) -> bool:
         """Send a call to a worker; False if it must wait for one, or for room for its inputs."""
         if refusal := self._refusal():
-            if self._clock() < call.until_s and any(w.state in ("restarting", "starting") for w in self.workers):
+            if self._clock() < call.until_s and any(
+                w.state in ("restarting", "starting", "waiting") for w in self.workers
+            ):
                 return False
             self._fail(call, WorkerDied(self.stage) if call.was_moved else refusal)
             return True
@@ -318,6 +328,18 @@ class StageLoop:
             case _:
                 log.warning("unexpected message %s from the worker", type(item).__name__)
 
+    def _on_join(self, peer: Peer, name: str) -> None:
+        """A worker that was started by other means wants to serve this stage."""
+        refusal = ""
+        for worker in self.workers:
+            refusal = worker.process.join(peer, name, self._clock())
+            if not refusal:
+                worker.peer, worker.last_activity_s = peer, self._clock()
+                peer.send(msg.PingMessage(self.hub.name, "joined"))
+                return
+        log.warning("worker %s was refused: %s", name, refusal)
+        peer.send(msg.PingMessage(self.hub.name, "refused", text=refusal))
+
     def _posting(self, act: Callable[[*Arguments], None], *arguments: *Arguments) -> Callable[[], None]:
         """A function that makes the loop's thread call `act`; may be called from any thread."""
         return partial(self.hub.post, partial(act, *arguments))
@@ -352,6 +374,7 @@ class StageLoop:
 
     def _on_ping(self, worker: PoolWorker, ping: msg.PingMessage) -> None:
         if ping.state == "failed":
+            log.error("worker %s: the engine did not load: %s", worker.name, ping.text)
             self.fail_start(ping.text, worker)
         elif ping.state == "ready":
             worker.process.gpu_paths = ping.text

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from triton_omni.backends.child_process import clean_environment
 from triton_omni.backends.config import paths
+from triton_omni.backends.control.hub import Peer
 from triton_omni.backends.control.records import State
 
 log = logging.getLogger("triton_omni.stub")
@@ -68,6 +69,7 @@ class WorkerProcess:
         self.ready_s: float | None = None
         self.retry_s = 0.0
         self.gpu_paths = ""
+        self.join_command = ""
         self._command = command
         self._backoff = Backoff()
 
@@ -94,6 +96,10 @@ class WorkerProcess:
         self.ready_s = None
         self.state = "starting" if self.restarts == 0 else "restarting"
         return ours
+
+    def join(self, peer: Peer, name: str, now_s: float) -> str:
+        """Why a worker that was started by other means is refused."""
+        return "the stage's worker is started by the server itself (no `place` is deployed)"
 
     def is_ready(self, now_s: float) -> None:
         """Record that the worker is ready. Only time after this counts as healthy for the back-off."""

@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb
 
 from triton_omni.backends import wire
 from triton_omni.backends.config import paths
-from triton_omni.backends.config.schema import OrchestratorDeploy, from_parameters
+from triton_omni.backends.config.schema import LINKS, OrchestratorDeploy, from_parameters
 from triton_omni.backends.control.hub import Hub
 from triton_omni.backends.control.records import read_records
 from triton_omni.backends.core.errors import BadRequest, Internal, OmniError, describe
@@ -24,6 +24,7 @@ from triton_omni.backends.orchestrator.request_state import Arrival
 from triton_omni.backends.orchestrator.status import stage_statuses
 from triton_omni.backends.pipelines import load
 from triton_omni.backends.stub.heartbeat import InstanceHeartbeat
+from triton_omni.backends.stub.links import link_settings
 from triton_omni.backends.stub.placement import instance_id
 from triton_omni.backends.triton import tensors
 from triton_omni.backends.triton.bls import BlsOpener
@@ -46,11 +47,13 @@ class TritonPythonModel:
         name = args["model_name"]
         use_triton_log(name, pipeline=given["pipeline"])
         self._pipeline = load(given.pop("pipeline"))
+        links = link_settings(given.pop(LINKS, ""), f"model {name}")
         self._deploy = from_parameters(given, OrchestratorDeploy, f"model {name}")
         self._run_dir = paths.run_dir(os.getppid())
         self._key = paths.operator_key(self._run_dir)
         instance = instance_id(args)
-        self._hub = Hub(f"{self._pipeline.name}/", self._run_dir / f"{name}_{instance}.{os.getpid()}.sock")
+        path = self._run_dir / f"{name}_{instance}.{os.getpid()}.sock"
+        self._hub = Hub(f"{self._pipeline.name}/", path, links=links)
         self._senders = Senders()
         self._watch = CancelWatch()
         self._opener = BlsOpener()

@@ -17,7 +17,7 @@ import triton_python_backend_utils as pb
 
 from triton_omni.backends import wire
 from triton_omni.backends.config import paths
-from triton_omni.backends.config.schema import StageDeploy, from_parameters
+from triton_omni.backends.config.schema import LINKS, StageDeploy, from_parameters
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.control.hub import Hub
 from triton_omni.backends.core.chunk import Chunk
@@ -26,7 +26,9 @@ from triton_omni.backends.core.ids import new_request_id, new_run_id
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines import load
 from triton_omni.backends.stub import placement
+from triton_omni.backends.stub.external_worker import ExternalWorker, external_command
 from triton_omni.backends.stub.heartbeat import InstanceHeartbeat
+from triton_omni.backends.stub.links import link_settings
 from triton_omni.backends.stub.open_request import read_open
 from triton_omni.backends.stub.stage_loop import StageCall, StageLoop
 from triton_omni.backends.stub.worker_process import Command, WorkerProcess
@@ -52,11 +54,15 @@ class TritonPythonModel:
         use_triton_log(self._model, pipeline=given["pipeline"], stage=given["stage"])
         self._pipeline = load(given.pop("pipeline"))
         self._stage = self._pipeline.stage(given.pop("stage"))
+        self._links = link_settings(given.pop(LINKS, ""), f"model {self._model}")
         self._deploy = from_parameters(given, StageDeploy, f"model {self._model}")
         self._run_dir = paths.run_dir(os.getppid())
         is_open = self._deploy.direct_calls or bool(os.environ.get(paths.LOOPBACK_VARIABLE))
         self._key = "" if is_open else paths.operator_key(self._run_dir)
-        self._hub = Hub(f"{self._pipeline.name}/{self._stage.name}")
+        is_placed = self._deploy.place is not None
+        self._hub = Hub(
+            f"{self._pipeline.name}/{self._stage.name}", links=self._links if is_placed else None, joinable=True
+        )
         self._senders = Senders()
         self._watch = CancelWatch()
         self._metrics = StageMetrics(self._pipeline.name, self._stage.name)
@@ -64,7 +70,7 @@ class TritonPythonModel:
         self._loop = StageLoop(
             stage=self._stage,
             deploy=self._deploy,
-            workers={name: WorkerProcess(self._command(name, gpus)) for name, gpus in workers.items()},
+            workers={name: self._worker(name, gpus) for name, gpus in workers.items()},
             hub=self._hub,
             on_ping=lambda worker, ping: self._metrics.note(worker.name, ping),
         )
@@ -110,19 +116,27 @@ class TritonPythonModel:
         """Where a worker listens."""
         return self._run_dir / f"{self._model}_{worker}.{os.getpid()}.sock"
 
-    def _command(self, worker: str, gpus: list[int]) -> Command:
-        device = "cuda" if gpus else "cpu"
+    def _worker(self, name: str, gpus: list[int]) -> WorkerProcess | ExternalWorker:
+        """A worker of the pool, or the place of one that is started by other means."""
+        is_placed = self._deploy.place is not None
+        device = self._deploy.device if is_placed else "cuda" if gpus else "cpu"
         context = EngineContext(
             self._pipeline.name, self._stage.name, self._deploy.engine, device, str(paths.models_dir())
         )
         environment = {"OMP_NUM_THREADS": "1"} | dict(self._stage.environment(context))
-        environment["CUDA_VISIBLE_DEVICES"] = placement.visible_devices(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
         arguments = [
-            *("--address", str(self._address(worker))),
             *("--pipeline", context.pipeline, "--stage", context.stage, "--device", device),
             *("--models-dir", context.models_dir, "--options", json.dumps(dict(context.options))),
         ]
-        return Command(paths.engine_python(), arguments, environment)
+        if is_placed and self._links is not None:
+            command = external_command(self._hub.address, self._links, arguments, environment)
+            return ExternalWorker(self._hub, command)
+        environment["CUDA_VISIBLE_DEVICES"] = placement.visible_devices(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if self._links is not None:
+            arguments += self._links.arguments()
+            environment |= self._links.environment()
+        arguments = ["--address", str(self._address(name)), *arguments]
+        return WorkerProcess(Command(paths.engine_python(), arguments, environment))
 
     def _wait_ready(self) -> None:
         """Ready when the workers say so; the load error of all becomes the model's."""
@@ -150,8 +164,15 @@ class TritonPythonModel:
         for worker in workers:
             process = worker.process
             ready_s = 0.0 if process.ready_s is None else process.ready_s - process.started_s
-            heartbeat = self._heartbeats[worker.name]
-            heartbeat.update(worker.state, process.pid, process.restarts, ready_s, process.gpu_paths)
+            self._heartbeats[worker.name].update(
+                worker.state,
+                process.pid,
+                process.restarts,
+                ready_s,
+                process.gpu_paths,
+                worker.peer.listens_at if worker.peer is not None else "",
+                process.join_command,
+            )
         restarts = sum(worker.process.restarts for worker in workers)
         self._metrics.count([worker.state for worker in workers], restarts, self._loop.moved_runs)
         if self._loop.start_decided:

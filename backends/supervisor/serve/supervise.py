@@ -18,6 +18,7 @@ from types import FrameType
 
 from triton_omni.backends.config.paths import RUN_DIR_VARIABLE
 from triton_omni.backends.control import probe
+from triton_omni.backends.control.address import parse_address
 from triton_omni.backends.control.records import InstanceRecord, read_records, remove_record
 from triton_omni.backends.supervisor.errors import Report, SetupError
 from triton_omni.backends.supervisor.serve import processes, run_folder
@@ -349,8 +350,10 @@ def observe_instance(record: InstanceRecord) -> InstanceStatus:
     """One instance as it is now. One that starts is not probed: its record says that it is not ready."""
     alive = processes.is_alive(record.pid, record.start_time)
     answer = None
-    if alive and record.state in ("ready", "stuck"):
+    is_remote = bool(record.address) and not parse_address(record.address).is_local  # its stub hears its heartbeat
+    if alive and record.state in ("ready", "stuck") and not is_remote:
         with contextlib.suppress(OSError):  # it does not listen, it hung up, or it did not answer in time
             answer = probe(record.address, PROBE_TIMEOUT_S)
     name, live = f"{record.model}#{record.instance}", answer.live if answer else 0
-    return InstanceStatus(name, record.model, record.role, record.state, alive, answer is not None, live, record.pid)
+    answered = answer is not None or is_remote
+    return InstanceStatus(name, record.model, record.role, record.state, alive, answered, live, record.pid)

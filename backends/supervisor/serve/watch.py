@@ -189,7 +189,7 @@ class Watch:
 
     def _instance_problem(self, instance: InstanceStatus, now_s: float) -> str:
         silent = instance.state == "ready" and not instance.answered and instance.stub_alive
-        unready = instance.state not in ("ready", "stuck") and instance.stub_alive
+        unready = instance.state not in ("ready", "stuck", "waiting") and instance.stub_alive
         bound_s = self.bounds.stage_silent_s if instance.role == "stage" else self.bounds.silent_s
         hung = self._lasts(f"silent {instance.name}", silent, now_s, bound_s)
         long_unready = self._lasts(f"unready {instance.name}", unready, now_s, self.bounds.not_ready_s)

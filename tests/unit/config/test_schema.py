@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from triton_omni.backends.config.schema import (
     ConfigError,
     Deploy,
+    LinksDeploy,
     OrchestratorDeploy,
+    PlaceDeploy,
     StageDeploy,
     convert,
     from_parameters,
@@ -45,6 +49,52 @@ def test_a_pool_survives_the_parameters():
     assert (read.gpu_groups, read.workers, read.route) == ([[4, 5], [2, 3]], 6, "affinity")
     pools = OrchestratorDeploy(workers={"talker": 4})
     assert from_parameters(to_parameters(pools), OrchestratorDeploy, "model x") == pools
+
+
+def test_a_place_survives_the_parameters():
+    deploy = StageDeploy(device="cpu", place=PlaceDeploy("external"))
+    flat = to_parameters(deploy)
+    assert from_parameters(flat, StageDeploy, "model x").place == deploy.place
+    assert "place" not in to_parameters(StageDeploy())
+
+
+@pytest.mark.parametrize(
+    ("ports", "range_"), [("any", (0, 0)), (7400, (7400, 7400)), ("7400-7499", (7400, 7499)), ("65535", (65535, 65535))]
+)
+def test_ports_of_links(ports, range_):
+    assert LinksDeploy("key", ports=ports).port_range() == range_
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"links": {}}, "missing required field `key_file` - at `..links`"),
+        ({"links": {"key_file": ""}}, "key_file must not be empty"),
+        ({"links": {"key_file": "k", "host": ""}}, "host must not be empty"),
+        ({"links": {"key_file": "k", "hots": "x"}}, "unknown field `hots`.*did you mean 'host'"),
+        ({"links": {"key_file": "k", "ports": "7499-7400"}}, "ports must be 'any'"),
+        ({"links": {"key_file": "k", "ports": 0}}, "ports must be 'any'"),
+        ({"links": {"key_file": "k", "ports": "1-65536"}}, "ports must be 'any'"),
+        ({"links": {"key_file": "k", "ports": "a-b"}}, "ports must be 'any'"),
+        ({"links": {"key_file": "k", "ports": -5}}, "ports must be 'any'"),
+        ({"links": {"key_file": "k", "tls": {"cert": "c", "key": "k"}}}, "missing required field `ca`"),
+        ({"stages": {"wave": {"place": {"by": "hand"}}}}, "stage wave: .*Invalid enum value 'hand'.*place.by"),
+        ({"stages": {"wave": {"place": {}}}}, "missing required field `by`"),
+        ({"stages": {"wave": {"place": {"by": "external"}}}}, "device must be cpu or cuda where place is given"),
+        (
+            {"stages": {"wave": {"device": "cuda", "gpus": [0], "place": {"by": "external"}}}},
+            "gpus cannot be used with place",
+        ),
+        ({"stages": {"wave": {"device": "cpu", "place": {"by": "external"}}}}, "stage wave: place needs `links`"),
+    ],
+)
+def test_wrong_links_and_places_name_their_key(tmp_path, values, words):
+    deploy = {"pipeline": "toy", "stages": {stage.name: {} for stage in PIPELINE.stages}}
+    deploy["stages"] |= values.pop("stages", {})
+    file = tmp_path / "d.yaml"
+    file.write_text(json.dumps(deploy | values), encoding="utf-8")
+    with pytest.raises(ConfigError, match=words):
+        load_deploy(file, PIPELINE)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from triton_omni.backends.connectors.greeting import Greeting
 from triton_omni.backends.control import tcp_links
 from triton_omni.backends.control.address import host_and_port, host_token, parse_address
 from triton_omni.backends.control.hub import Hub, Lost
+from triton_omni.backends.control.link_settings import LinkSettings
 from triton_omni.backends.control.messages import PingMessage, StopMessage
-from triton_omni.backends.control.tcp_links import MAX_STRANGERS, LinkSettings
+from triton_omni.backends.control.tcp_links import MAX_STRANGERS
 from triton_omni.backends.core.chunk import Chunk, Tensor
 
 RUN = b"r" * 16

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from triton_omni.backends.control import messages as msg
+from triton_omni.backends.control.records import InstanceRecord, write_record
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.pipelines import load
 from triton_omni.backends.stub.open_request import read_open
@@ -61,3 +62,21 @@ def test_a_forged_open_is_refused(forged: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match="belongs to the orchestrator") as caught:
         read(msg.encode(msg.OpenMessage(**(GENUINE | forged))))
     assert caught.value.where == "open"
+
+
+def test_a_tcp_address_must_be_one_that_a_record_names(tmp_path: Path) -> None:
+    """A client may know the port, or have a listener of its own; it cannot know what is in the records."""
+    genuine = f"token:{tmp_path}/toy_0.1.sock|tcp://10.0.0.5:7400"
+    identity: dict[str, Any] = {"pid": 1, "start_time": 1, "state": "ready", "instance": "0"}
+    write_record(tmp_path, InstanceRecord(model="toy", role="orchestrator", address=genuine, **identity))
+    message = msg.OpenMessage(**(GENUINE | {"reply": genuine}))
+    assert read_open(msg.encode(message), load("toy"), "frames", tmp_path, False) == message
+    for forged in (
+        "tcp://10.0.0.5:7400",
+        f"token:{tmp_path}/toy_0.1.sock|tcp://10.0.0.6:7400",
+        f"{tmp_path}/toy_0.1.sock|tcp://10.0.0.5:7400",
+        f"token:{tmp_path}/toy_0.1.sock",
+    ):
+        message = msg.OpenMessage(**(GENUINE | {"reply": forged}))
+        with pytest.raises(BadRequest, match="belongs to the orchestrator"):
+            read_open(msg.encode(message), load("toy"), "frames", tmp_path, False)
