@@ -50,6 +50,7 @@ BACKLOG_PACKETS = 64  # frames, or groups of them, waiting in user space above w
 BUFFER_BYTES = 256 << 10
 READ_BYTES = 64 << 10  # asked of the kernel where the next frame's size is not known; more would be copied once more
 TURN_BYTES = 4 << 20  # read of one busy peer before others are served
+START_WINDOW_BYTES = 512 << 10  # the kernel's 64 KiB are full after one frame of that size: its sender waits and probes
 JOINED_BYTES = 48 << 10  # held frames above this are sent, so that the reader can begin
 PARTS_PER_CALL = 512  # the kernel takes 1024
 _PREFIX = struct.Struct("<cIQ")
@@ -113,6 +114,9 @@ class TcpLink:
                     self.greeting.outgoing = self.greeting.outgoing[self.socket.send(self.greeting.outgoing) :]
                 self._wants_write = False
                 if self.greeting.missing == 0:
+                    # a larger first window, for trusted peers alone; unlike SO_RCVBUF it leaves the rest to the kernel
+                    for low_water in (START_WINDOW_BYTES, 1):
+                        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
                     return
                 self._receive_part()
         except ssl.SSLWantWriteError:

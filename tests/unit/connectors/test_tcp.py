@@ -200,6 +200,19 @@ def test_what_was_sent_before_the_greeting_arrives_after_it():
     a.close(), b.close()
 
 
+def test_a_trusted_peer_may_fill_more_than_the_kernels_first_window():
+    """64 KiB frames filled it one by one: the sender waited for the reader's process, and sent probes meanwhile."""
+    raw, accepted = sockets()
+    before = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    a, b = end_of(raw, dials=True), end_of(accepted, dials=False)
+    assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == before, "a stranger may not"
+    greet(a, b)
+    for end in (a, b):
+        assert end.link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) >= tcp.START_WINDOW_BYTES
+        assert end.link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1, "a reader is woken by each byte"
+    a.close(), b.close()
+
+
 # --- frames ------------------------------------------------------------------------------------------------------
 BAD_FRAMES = {
     "unknown kind": frame(b"Z"),
