@@ -211,6 +211,13 @@ class Pipeline:
             if taken.isdisjoint((param, param.partition(".")[0])):
                 raise BadRequest(f"pipeline '{self.name}' does not take '{param}'", param)
 
+    def may_refuse(self, stage: str, request: GenerateRequest) -> bool:
+        """True if a stage may refuse a request that was checked when it opens: the request has options for it, or typed
+        parameters that the stage takes and has no check for."""
+        own = self.stage(stage)
+        taken = any(not {param, param.partition(".")[0]}.isdisjoint(own.params) for param in request.params())
+        return stage in request.stages or (taken and own.check is accept_all)
+
     def plan(self, request: GenerateRequest) -> RequestPlan:
         """What a request takes; raises BadRequest for an output that its operation cannot make."""
         operation = self.operation(request)

@@ -238,11 +238,11 @@ class RequestMachine:
         return self.outcome is None and bool(self._required) and self._all_closed(self._required)
 
     @property
-    def may_be_refused(self) -> bool:
-        """True while a stage that the request needs has not accepted: a refusal must come before any output."""
+    def opening(self) -> list[str]:
+        """Stages that the request needs and that have not accepted yet; none once it has ended."""
         if self.outcome is not None or RunState.OPENING not in self.runs.values():
-            return False
-        return any(state is RunState.OPENING and not self.is_optional(stage) for stage, state in self.runs.items())
+            return []
+        return [s for s, state in self.runs.items() if state is RunState.OPENING and not self.is_optional(s)]
 
     @property
     def open_runs(self) -> list[str]:

@@ -276,6 +276,7 @@ class Orchestrator:
                 opened = self._run(run, stage)
                 if opened is not None and opened.peer is None:
                     opened.stub = peer
+                    self._resume(self.requests[run])
             case msg.AcceptedMessage(run=run, address=address):
                 self._on_accepted(peer, run, stage, address)
             case msg.ProgressMessage():
@@ -332,12 +333,12 @@ class Orchestrator:
         self._deliver(state, life.OutputArrived(output, (peer, chunk)), chunk.nbytes)
 
     def _deliver(self, state: RequestState, event: life.RequestEvent, nbytes: int | None) -> None:
-        """Apply an output or a run's end, in order, once no stage may refuse the request any more and the client has
-        read enough of what was sent before.
+        """Apply an output or a run's end, in order, once no stage may refuse the request and the client has read enough
+        of what was sent before.
 
         An output that waits holds its credit, so that the stage pauses.
         """
-        opening = state.machine.may_be_refused
+        opening = state.may_be_refused
         if state.deferred or opening or (nbytes is not None and not state.has_room(nbytes)):
             if not opening and state.blocked_s is None:
                 state.blocked_s = self._clock()
@@ -347,7 +348,7 @@ class Orchestrator:
 
     def _resume(self, state: RequestState) -> None:
         """Apply what waits for the client and may go on now."""
-        while state.deferred and not state.machine.may_be_refused and state.has_room(state.deferred[0][1]):
+        while state.deferred and not state.may_be_refused and state.has_room(state.deferred[0][1]):
             state.last_activity_s = self._clock()
             self._apply(state, state.deferred.popleft()[0])
         if not state.deferred:

@@ -149,6 +149,7 @@ class RequestState:
     run        names this attempt in all processes
     encoded    the request as stages get it
     runs       by stage, of the stages that were opened
+    refusing   stages that may refuse the request when they open
     sent       by output
     feed       the input that its client streams; None: it came whole
     window     how far a stream may be ahead of its client; None for one joined answer
@@ -182,6 +183,11 @@ class RequestState:
     token: str = field(default_factory=partial(secrets.token_hex, 8))
     token_sent: bool = False
     was_repeated: bool = False
+    refusing: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        pipeline, request = self.machine.pipeline, self.arrival.request
+        self.refusing = frozenset(s for s in self.machine.needed if pipeline.may_refuse(s, request))
 
     def can_begin_again(self, stage: str) -> bool:
         """True if the loss of `stage` may be mended by running the request again: its client has got no output yet."""
@@ -204,6 +210,11 @@ class RequestState:
     def has_room(self, nbytes: int) -> bool:
         """True if a response of `nbytes` may be sent, or would be dropped because the request has ended."""
         return self.window is None or self.machine.outcome is not None or self.window.has_room(nbytes)
+
+    @property
+    def may_be_refused(self) -> bool:
+        """True while a stage that the request needs has not got it or may refuse it: that comes before any output."""
+        return any(self.runs[stage].peer is None or stage in self.refusing for stage in self.machine.opening)
 
     def take_token(self) -> str:
         """The token for the request's first event; empty for later ones."""

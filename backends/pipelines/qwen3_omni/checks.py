@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 
 from triton_omni.backends.ar.completions import COMPLETION, check_completion
+from triton_omni.backends.config import paths
 from triton_omni.backends.core.audio import check_rate
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest
+
+DEFAULT_VOICE = "Ethan"  # transformers' default
 
 
 def check_messages(request: GenerateRequest) -> None:
@@ -45,8 +51,33 @@ def _check_videos(request: GenerateRequest) -> None:
         raise BadRequest("if one video has its audio, each must, and there may be no other audio", "messages")
 
 
+def check_voice(request: GenerateRequest, engine: Mapping[str, object]) -> None:
+    """The check of a talker: its checkpoint's voices, where that is a folder of this host (a hub's is checked by the
+    talker when it opens)."""
+    voices = voices_of(str(Path(paths.models_dir(), str(engine.get("model", "")))))
+    if voices:
+        named_voice(request.speech.voice or DEFAULT_VOICE, voices)
+
+
+def named_voice(name: str, voices: Mapping[str, int]) -> int:
+    """The code of a voice; raises BadRequest for one that the checkpoint has not."""
+    if name.lower() not in voices:
+        raise BadRequest(f"unknown voice '{name}'; available: {', '.join(sorted(voices))}", "speech.voice")
+    return voices[name.lower()]
+
+
+@cache
+def voices_of(folder: str) -> Mapping[str, int]:
+    """Voices of a checkpoint, in lower case; empty if its config cannot be read here."""
+    try:
+        config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+        return {name.lower(): code for name, code in config["talker_config"]["speaker_id"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
+
+
 def check_for(*stages: str) -> Callable[[GenerateRequest], None]:
-    """The check of a pipeline of these stages; the voices are the checkpoint's and are checked by the talker."""
+    """The check of a pipeline of these stages."""
 
     def check(request: GenerateRequest) -> None:
         check_messages(request)

@@ -12,7 +12,7 @@ from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.engine import Engine
 from triton_omni.backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
 from triton_omni.backends.pipelines.qwen3_omni.adapters import talker_input
-from triton_omni.backends.pipelines.qwen3_omni.checks import check_for
+from triton_omni.backends.pipelines.qwen3_omni.checks import check_for, check_voice
 
 
 def _environment(context: EngineContext) -> Mapping[str, str]:
@@ -50,7 +50,7 @@ PIPELINE = Pipeline(
     name="qwen3_omni",
     stages=(
         THINKER,
-        Stage("talker", _talker, _environment, outputs=(CODES,), params=("speech.voice",)),
+        Stage("talker", _talker, _environment, outputs=(CODES,), params=("speech.voice",), check=check_voice),
         Stage(
             "code2wav",
             _code2wav,

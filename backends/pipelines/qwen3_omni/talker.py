@@ -18,18 +18,18 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from triton_omni.backends.ar.frames import ConditioningUpdate, FrameEngine
 from triton_omni.backends.ar.sampling import stage_sampling
 from triton_omni.backends.core.engine import Run
-from triton_omni.backends.core.errors import BadRequest, StageFailed
+from triton_omni.backends.core.errors import StageFailed
 from triton_omni.backends.core.generate import Sampling
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.qwen3_omni.adapters import EDGE, TalkerInput
 from triton_omni.backends.pipelines.qwen3_omni.checkpoints import speaking_config
+from triton_omni.backends.pipelines.qwen3_omni.checks import DEFAULT_VOICE, named_voice
 from triton_omni.backends.pipelines.qwen3_omni.network import ARCHITECTURE, PromptParts, TalkerNetwork, talker_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 HEADER_TOKENS = 3  # <|im_start|> assistant \n: read, never spoken
-DEFAULT_VOICE = "Ethan"  # transformers' default
 SAMPLING = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.05, "max_tokens": 4096}
 """transformers' defaults for the talker."""
 
@@ -60,13 +60,7 @@ class Talker:
         return stage_sampling(run.options(stage), Sampling(seed=run.request.sampling.seed), stage)
 
     def conditioning(self, run: Run, context_length: int) -> TalkerConditioning:
-        name = (run.request.speech.voice or DEFAULT_VOICE).lower()
-        if name not in self.speakers:
-            raise BadRequest(
-                f"unknown voice '{run.request.speech.voice}'; available: {', '.join(sorted(self.speakers))}",
-                "speech.voice",
-            )
-        return TalkerConditioning(self, self.speakers[name])
+        return TalkerConditioning(self, named_voice(run.request.speech.voice or DEFAULT_VOICE, self.speakers))
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise StageFailed for ids without an embedding; on a GPU such an id would end the process."""

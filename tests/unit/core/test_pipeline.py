@@ -9,7 +9,7 @@ import pytest
 
 from triton_omni.backends.core.chunk import Chunk
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part, SpeechParams
 from triton_omni.backends.core.pipeline import (
     Edge,
     EngineContext,
@@ -114,3 +114,22 @@ def test_a_graph_that_makes_no_sense_is_refused_at_once(change):
     parts = {"stages": stages("a", "b"), "edges": (), "outputs": (Output("text", "b"),), "operations": ()} | change
     with pytest.raises(AssertionError, match="p:"):
         Pipeline("p", **parts)
+
+
+def test_a_stage_may_refuse_what_no_check_knows():
+    """Options of its own, and typed parameters that it takes and has no check for."""
+
+    def check(request, engine):
+        raise NotImplementedError
+
+    stages = (
+        Stage("voice", _no_engine, params=("speech",)),
+        Stage("known", _no_engine, params=("speech",), check=check),
+    )
+    pipeline = Pipeline("p", stages, (), (), ())
+    for request, refusing in (
+        (GenerateRequest(), []),
+        (GenerateRequest(speech=SpeechParams(voice="bob")), ["voice"]),
+        (GenerateRequest(stages={"known": {"x": 1}}), ["known"]),
+    ):
+        assert [s.name for s in stages if pipeline.may_refuse(s.name, request)] == refusing

@@ -224,13 +224,13 @@ def test_a_producer_learns_of_a_consumer_that_ended_before_it_was_accepted():
     assert machine.on(RunAccepted("thinker")) == [DropConsumer("thinker", "talker")]
 
 
-def test_a_request_may_be_refused_until_all_stages_that_it_needs_have_accepted():
+def test_a_request_is_opening_until_all_stages_that_it_needs_have_accepted():
     machine = request(("audio", "words"), SPOKEN, ALIGNED)
     machine.on(RequestAdmitted())
     for stage in ("talker", "voice"):
-        assert machine.may_be_refused
+        assert stage in machine.opening
         machine.on(RunAccepted(stage))
-    assert not machine.may_be_refused, "`reader` and `aligner` are optional"
+    assert not machine.opening, "`reader` and `aligner` are optional"
 
 
 def test_completion_stops_what_still_runs():

@@ -811,6 +811,26 @@ def test_an_open_that_fails_stops_the_others(play, failing):
         s.finish(name, client.run, "stopped")
 
 
+@pytest.mark.parametrize("may_refuse", [False, True])
+def test_output_waits_for_a_stub_alone_where_its_stage_can_refuse_nothing(play, may_refuse):
+    """Acceptance takes a step of the stage's engine; a request without options for the stage does not wait for that."""
+    s = play()
+    client = s.ask(chat("text", "audio", stages={"wave": {"delay_s": 0.0}} if may_refuse else {}))
+    for message, opened, _ in [s.take_call() for _ in ORDER]:
+        stage = s.stages["wave"] if message.wanted == ("audio",) else s.stage_of(message)
+        answer = msg.ReceivedMessage(message.run) if stage is s.stages["wave"] else None
+        stage.reply(message.reply, answer or msg.AcceptedMessage(message.run, stage.hub.address))
+        s.answer(opened)
+    s.stages["tokens"].put(client.run, 0, TextPiece("a"))
+    s.turn()
+    assert client.text == ("" if may_refuse else "a")
+    s.stages["wave"].link.send(msg.AcceptedMessage(client.run, s.stages["wave"].hub.address))
+    s.turn()
+    assert client.text == "a"
+    for stage in reversed(ORDER):
+        s.finish(stage, client.run)
+
+
 @pytest.mark.parametrize("last", ["refuses", "accepts", "dies"])
 def test_no_output_leaves_before_the_last_stage_that_is_needed_has_accepted(play, last):
     """What a stage refuses must reach the client as the one answer, not behind half a text."""

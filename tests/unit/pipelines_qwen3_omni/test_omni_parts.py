@@ -8,11 +8,12 @@ import sys
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tests.kit.expect import accepts
 from triton_omni.backends.core.chunk import Chunk, Tensor, TensorSpec
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.generate import GenerateRequest, Message, Part
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part, SpeechParams
 from triton_omni.backends.pipelines.qwen3_omni.adapters import MEDIA_SHAPES, talker_input
 from triton_omni.backends.pipelines.qwen3_omni.pipeline import PIPELINE
 from triton_omni.backends.pipelines.qwen3_omni_text.pipeline import PIPELINE as TEXT_ALONE
@@ -69,6 +70,23 @@ def test_a_pipeline_without_a_voice_has_no_stage_for_one():
         TEXT_ALONE.check(GenerateRequest(messages=CHAT.messages, stages={"talker": {}}))
     assert caught.value.where == "stages.talker"
     assert [stage.name for stage in TEXT_ALONE.stages] == ["thinker"]
+
+
+def test_a_voice_that_the_checkpoint_has_not_is_refused_before_any_stage_works(tmp_path):
+    talker, engine = PIPELINE.stage("talker"), {"model": str(tmp_path)}
+    (tmp_path / "config.json").write_text('{"talker_config": {"speaker_id": {"Ethan": 7, "Aiden": 8}}}')
+    for voice in ("ethan", "AIDEN", None):
+        talker.check(structs.replace(CHAT, speech=SpeechParams(voice=voice)), engine)
+    with pytest.raises(BadRequest, match="unknown voice 'Bob'; available: aiden, ethan") as caught:
+        talker.check(structs.replace(CHAT, speech=SpeechParams(voice="Bob")), engine)
+    assert caught.value.where == "speech.voice"
+
+
+def test_voices_of_a_checkpoint_that_is_not_here_are_left_to_the_talker(tmp_path):
+    bob = structs.replace(CHAT, speech=SpeechParams(voice="Bob"))
+    PIPELINE.stage("talker").check(bob, {"model": str(tmp_path / "nowhere")})
+    (tmp_path / "config.json").write_text("{}")
+    PIPELINE.stage("talker").check(bob, {"model": str(tmp_path)})
 
 
 def test_audio_of_videos_is_accepted():
