@@ -140,6 +140,7 @@ class TcpLink:
             self._connecting = False
         if self._tls is not None:
             if not isinstance(self.socket, ssl.SSLSocket):
+                self.socket.getpeername()  # of one that was reset, ssl would leave a socket behind that is not closed
                 secured = self._tls.wrap_socket(self.socket, server_side=not self._dials, do_handshake_on_connect=False)
                 self.socket = secured
             self.socket.do_handshake()

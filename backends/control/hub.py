@@ -60,6 +60,7 @@ class Peer:
     def __init__(self, hub: Hub, connector: ShmConnector | TcpConnector, address: str = "") -> None:
         self._hub = hub
         self.connector = connector
+        self.fd = connector.fileno()
         self.address = address
         self.name = ""
         self.listens_at = ""
@@ -187,7 +188,7 @@ class Hub:
 
     def _add(self, connector: ShmConnector | TcpConnector, address: str) -> Peer:
         peer = Peer(self, connector, address)
-        self._selector.register(connector.fileno(), selectors.EVENT_READ, partial(self.serve, peer))
+        self._selector.register(peer.fd, selectors.EVENT_READ, partial(self.serve, peer))
         self._peers[peer] = None
         peer.send(HelloMessage(PROTOCOL_VERSION, self.name, self.gpu_uuid, self.address))
         return peer
@@ -234,7 +235,7 @@ class Hub:
         if waiting != (peer in self._writing):
             (self._writing.add if waiting else self._writing.discard)(peer)
             mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if waiting else 0)
-            self._selector.modify(peer.connector.fileno(), mask, partial(self.serve, peer))
+            self._selector.modify(peer.fd, mask, partial(self.serve, peer))
 
     def close(self) -> None:
         """Close every link and the listening socket."""
@@ -345,7 +346,7 @@ class Hub:
             self._tcp.forget(peer)
         del self._peers[peer]
         self._writing.discard(peer)
-        self._selector.unregister(peer.connector.link.socket)
+        self._selector.unregister(peer.fd)
         peer.connector.close()
         if self._by_address.get(peer.address) is peer:
             del self._by_address[peer.address]

@@ -34,6 +34,7 @@ MAX_STRANGERS = 64  # accepted streams whose greeting is not over; the oldest gi
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))  # a cut is seen in 4 to 5 s
 SYN_RETRIES = 2  # the kernel's default of 6 would go on for two minutes
 ACCEPTS_PER_TURN = 64
+ACCEPT_PAUSE_S = 1.0  # after an accept that failed for lack of descriptors or memory
 
 
 class TcpLinks:
@@ -50,7 +51,9 @@ class TcpLinks:
         self._unsettled: dict[Peer, tuple[float, str]] = {}
         """Peers without a greeting or a pulse → until when, and what is missing then; oldest first."""
         self._links: dict[Peer, TcpLink] = {}
+        self._dialed: dict[Peer, str] = {}
         self._pulses: dict[Peer, TcpLink] = {}
+        self._accept_again_s: float | None = None
         self._listener = _listen(settings) if listens else None
         if self._listener is not None:
             self.address = tcp_address(*self._listener.getsockname()[:2])
@@ -61,7 +64,7 @@ class TcpLinks:
         """A link to `address`, which may be used at once; if no process answers there, it is lost within GREETING_S."""
         link = self._dial(address, Greeting(self._key, dials=True))
         peer = self._owner.add_tcp(link, address)
-        self._links[peer] = link
+        self._links[peer], self._dialed[peer] = link, address
         self._expect(peer, f"no answer within {GREETING_S:g} s")
         return peer
 
@@ -90,9 +93,7 @@ class TcpLinks:
     def _dial_pulse(self, peer: Peer, link: TcpLink) -> None:
         greeting = Greeting(self._key, dials=True)
         greeting.outgoing, greeting.missing, greeting.trusted = link.greeting.pulse(), 0, True
-        host, port = link.socket.getpeername()[:2]
-        pulse = self._dial(tcp_address(host, port), greeting)
-        self._add_pulse(peer, pulse)
+        self._add_pulse(peer, self._dial(self._dialed[peer], greeting))
 
     # --- accepting ---------------------------------------------------------------------------------------------------
     def _accept(self, mask: int) -> None:
@@ -102,8 +103,10 @@ class TcpLinks:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError as error:
-                log.error("cannot accept a TCP link: %s", error)
+            except OSError as error:  # pending connections stay in the backlog; existing links are unaffected
+                log.error("cannot accept TCP links for %g s: %s", ACCEPT_PAUSE_S, error)
+                self._selector.unregister(self._listener)
+                self._accept_again_s = time.monotonic() + ACCEPT_PAUSE_S
                 return
             if len(self._strangers) >= MAX_STRANGERS:
                 self._close_stranger(next(iter(self._strangers)), "too many streams are not greeted")
@@ -212,20 +215,25 @@ class TcpLinks:
 
     def expire(self, timeout_s: float | None) -> float | None:
         """Close what is overdue; returns the bound of the hub's sleep."""
-        if not self._strangers and not self._unsettled:
+        if not self._strangers and not self._unsettled and self._accept_again_s is None:
             return timeout_s
         now = time.monotonic()
+        if self._listener is not None and self._accept_again_s is not None and self._accept_again_s <= now:
+            self._accept_again_s = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for stranger in [s for s, until_s in self._strangers.items() if until_s <= now]:
             self._close_stranger(stranger, f"it was not greeted within {GREETING_S:g} s")
         for peer, (_, why) in [(p, value) for p, value in self._unsettled.items() if value[0] <= now]:
             self._owner.drop(peer, why)
         deadlines = [*self._strangers.values(), *(until_s for until_s, _ in self._unsettled.values())]
+        deadlines += [] if self._accept_again_s is None else [self._accept_again_s]
         left_s = max(0.0, min(deadlines, default=now + GREETING_S) - now)
         return left_s if timeout_s is None else min(left_s, timeout_s)
 
     def forget(self, peer: Peer) -> None:
         """The hub has dropped a peer."""
         self._links.pop(peer, None)
+        self._dialed.pop(peer, None)
         self._unsettled.pop(peer, None)
         self._remove_pulse(peer)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import resource
 import select
 import socket
+import struct
 import time
 
 import numpy as np
@@ -163,6 +165,45 @@ def test_a_flood_of_strangers_keeps_no_peer_out(make):
     for sock in flood:
         sock.close()
     until(lambda _: not b._tcp._strangers, b)
+
+
+def test_want_of_descriptors_delays_new_links_and_leaves_the_old_ones_alone(make, monkeypatch):
+    monkeypatch.setattr(tcp_links, "ACCEPT_PAUSE_S", 0.05)
+    a, b = make("a"), make("b")
+    old = a.connect(b.address)
+    settled(a, old, b)
+    new = dial(b)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        old.send(StopMessage(RUN))
+        items = until(lambda items: items, a, b)
+        started, polls = time.monotonic(), 0
+        while time.monotonic() - started < 0.5:
+            items += [(b, peer, item) for peer, item in b.poll(0.1)]
+            polls += 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [type(item) for _, _, item in items] == [StopMessage]
+    assert polls < 100, "the loop does not spin meanwhile"
+    until(lambda _: b._tcp._strangers, b)
+    new.close()
+
+
+@pytest.mark.parametrize("when", ["at once", "after its hello"])
+def test_a_stranger_that_resets_a_tls_listener_hurts_nothing(make, when):
+    tls = tuple(map(str, certificates()))
+    a, b = make("a", tls=tls), make("b", tls=tls)
+    for data in (b"", b"x", b"\x16\x03\x01" + bytes(500)):
+        stranger = dial(b)
+        stranger.sendall(data)
+        if when == "after its hello":
+            b.poll(0.01)
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stranger.close()
+        until(lambda _: not b._tcp._strangers, b)
+    a.connect(b.address).send(StopMessage(RUN))
+    assert of(until(lambda items: items, a, b), StopMessage)
 
 
 def test_a_stranger_that_is_slow_is_closed(make, monkeypatch, caplog):
