@@ -21,7 +21,7 @@ from statistics import median
 
 from perf.harness import CpuClock
 from perf.paired import Better, Report, Values, alternate, compare
-from perf.versions import MODEL, OWN, Side, sides
+from perf.versions import MODEL, OWN, TOKENS, Side, sides
 from perf.waterfall import milestones, table
 from tests.kit.otlp_collector import Collector, collector
 
@@ -43,7 +43,7 @@ def turn(side: Side, streams: int, requests: int, spoken: bool) -> Values:
     values = {
         "requests/s": requests / wall_s,
         "first text": _median_ms(answer.texts[0] - answer.start_s for answer in answers),
-        "token": _median_ms((answer.texts[-1] - answer.texts[0]) / (side.tokens - 1) for answer in answers),
+        "token": _median_ms((answer.texts[-1] - answer.texts[0]) / (TOKENS - 1) for answer in answers),
         "CPU": sum(spent.values()),
     }
     if spoken:

@@ -64,12 +64,11 @@ class Side:
     name: str
     port: int
     processes: Mapping[str, int]
-    tokens: int = TOKENS
 
-    async def ask(self, prompt: str, spoken: bool) -> Answer:
+    async def ask(self, prompt: str, spoken: bool, tokens: int = TOKENS) -> Answer:
         """One streamed chat, read to its end. Raises RuntimeError unless it is whole."""
         body: dict[str, Any] = {
-            "model": MODEL, "stream": True, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
+            "model": MODEL, "stream": True, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
             "messages": [{"role": "user", "content": prompt}],
             "modalities": ["text", "audio"] if spoken else ["text"],
         }  # fmt: skip
@@ -91,12 +90,12 @@ class Side:
             raise RuntimeError(f"{self.name}: {said.decode(errors='replace')[:2000]}")
         return answer
 
-    async def load(self, streams: int, requests: int, spoken: bool) -> tuple[list[Answer], float]:
+    async def load(self, streams: int, requests: int, spoken: bool, tokens: int = TOKENS) -> tuple[list[Answer], float]:
         """`requests` answers in bursts of `streams` that arrive at once, and the wall time of all."""
         began, answers = time.monotonic(), list[Answer]()
         for first in range(0, requests, streams):
             prompts = [PROMPTS[number % len(PROMPTS)] for number in range(first, min(first + streams, requests))]
-            answers += await asyncio.gather(*(self.ask(prompt, spoken) for prompt in prompts))
+            answers += await asyncio.gather(*(self.ask(prompt, spoken, tokens) for prompt in prompts))
         return answers, time.monotonic() - began
 
 
