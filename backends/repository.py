@@ -11,7 +11,7 @@ from msgspec import structs
 
 from triton_omni.backends import wire
 from triton_omni.backends.config.paths import Build
-from triton_omni.backends.config.schema import LINKS, Deploy, StageDeploy, to_parameters
+from triton_omni.backends.config.schema import CLUSTER, LINKS, Deploy, StageDeploy, to_parameters
 from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.pipeline import Pipeline, Stage, accept_all
 from triton_omni.backends.deploy.load import deploy_errors, load_deploy, read_deploy
@@ -56,7 +56,8 @@ def stage_outputs(stage: Stage) -> tuple[TensorSpec, ...]:
 def repository_files(pipeline: Pipeline, deploy: Deploy) -> dict[str, str]:
     """Relative path → content of a pipeline's model repository."""
     files: dict[str, str] = {}
-    links = {} if deploy.links is None else {LINKS: msgspec.json.encode(deploy.links).decode()}
+    sections = {LINKS: deploy.links, CLUSTER: deploy.cluster}
+    links = {name: msgspec.json.encode(section).decode() for name, section in sections.items() if section is not None}
     for stage in pipeline.stages:
         own = deploy.stages[stage.name]
         parameters = {"pipeline": pipeline.name, "stage": stage.name} | links | to_parameters(own)

@@ -16,8 +16,8 @@ import msgspec
 
 from triton_omni.backends.core.hints import nearest_key
 
-LINKS = "links"
-"""Parameter of every model of a pipeline with `links`: they are not of one stage."""
+LINKS, CLUSTER = "links", "cluster"
+"""Parameters of every model of a pipeline that has such a section: they are not of one stage."""
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -107,9 +107,36 @@ class LinksDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlaceDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a stage's workers run. by external: started by other means; `doctor` shows the command."""
+    """Where a stage's workers run.
 
-    by: Literal["external"]
+    by                     external: started by other means, `doctor` shows the command; ray: on a node of the `cluster`
+    cpus, gpus, resources  what each worker needs of its node; for ray
+    wait_s                 a worker that has not joined by then is asked for again; for ray
+    """
+
+    by: Literal["external", "ray"]
+    cpus: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    gpus: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    resources: dict[str, Annotated[float, msgspec.Meta(ge=0)]] = {}
+    wait_s: Seconds = 300.0
+
+    def __post_init__(self) -> None:
+        _check_finite("wait_s", self.wait_s)
+
+
+class ClusterDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A Ray cluster.
+
+    address  of its head, host:port
+    python   interpreter of an environment on this host that has Ray, of the cluster's version
+    """
+
+    address: str
+    python: str
+
+    def __post_init__(self) -> None:
+        if not self.address or not self.python:
+            raise ValueError(f"{'python' if self.address else 'address'} must not be empty")
 
 
 class StageDeploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -181,6 +208,7 @@ class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     gpu_bytes  memory of each GPU that the file is written for; 0: unknown, and whether stages fit is not checked
     links      for stages whose workers run on other hosts
+    cluster    for stages that are placed by ray
     """
 
     pipeline: str
@@ -188,6 +216,7 @@ class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     orchestrator: OrchestratorDeploy = OrchestratorDeploy()
     gpu_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     links: LinksDeploy | None = None
+    cluster: ClusterDeploy | None = None
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -202,7 +231,7 @@ def convert(values: object, kind: type[T], place: str, strict: bool = True) -> T
 
 
 def _hint(message: str, kind: type[msgspec.Struct]) -> str:
-    structs = (kind, OrchestratorDeploy, StageDeploy, LinksDeploy, TlsDeploy, PlaceDeploy)
+    structs = (kind, OrchestratorDeploy, StageDeploy, LinksDeploy, TlsDeploy, PlaceDeploy, ClusterDeploy)
     known = (name for struct in structs for name in struct.__struct_fields__)
     return nearest_key(message, known)
 

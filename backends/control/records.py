@@ -38,8 +38,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds the worker took to become ready."""
     gpu_paths: str = ""
     """How GPU tensors travel to the worker's peers, see Hub.gpu_paths."""
-    join_command: str = ""
-    """What starts the worker that a waiting instance waits for."""
+    placement: str = ""
+    """Of a worker that the stub does not start itself: what starts it, where it was placed, or why it is not."""
 
 
 def record_path(run_dir: Path, model: str, instance: str) -> Path:

@@ -63,4 +63,9 @@ def deploy_errors(deploy: Deploy, pipeline: Pipeline) -> list[str]:
     placed = [name for name, stage in deploy.stages.items() if stage.place is not None]
     if placed and deploy.links is None:
         errors.append(f"stage {placed[0]}: place needs `links` with a key_file; see docs/many-hosts.md")
+    by_ray = [name for name in placed if getattr(deploy.stages[name].place, "by", "") == "ray"]
+    if by_ray and deploy.cluster is None:
+        errors.append(
+            f"stage {by_ray[0]}: place by ray needs `cluster` with address and python; see docs/many-hosts.md"
+        )
     return errors + gpu_memory_errors(deploy.stages, deploy.gpu_bytes)

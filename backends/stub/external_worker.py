@@ -30,9 +30,9 @@ class ExternalWorker:
         self._peer: Peer | None = None
 
     @property
-    def join_command(self) -> str:
-        """What starts a worker; "" while there is one."""
-        return self._command if self._peer is None else ""
+    def placement(self) -> str:
+        """What starts the worker, while there is none; or where it was placed."""
+        return f"start it on its host with: {self._command}" if self._peer is None else ""
 
     def start(self, now_s: float) -> None:
         """Wait for a worker to join."""

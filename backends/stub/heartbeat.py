@@ -41,7 +41,7 @@ class InstanceHeartbeat:
         ready_s: float = 0.0,
         gpu_paths: str = "",
         address: str = "",
-        join_command: str = "",
+        placement: str = "",
     ) -> None:
         """Write the record if it changed; otherwise touch it every HEARTBEAT_S. `address`: if it is known only now."""
         now = time.monotonic()
@@ -53,7 +53,7 @@ class InstanceHeartbeat:
             ready_s=round(ready_s, 3),
             gpu_paths=gpu_paths,
             address=address or self._record.address,
-            join_command=join_command,
+            placement=placement,
         )
         if record != self._record or not self._written:
             self._record, self._written = record, True

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
 
-from triton_omni.backends.config.schema import ConfigError, LinksDeploy, convert
+from triton_omni.backends.config.schema import ClusterDeploy, ConfigError, LinksDeploy, convert
 from triton_omni.backends.control.address import address_towards
 from triton_omni.backends.control.link_settings import LinkSettings, read_key
 
+PLACER = Path(__file__).resolve().parents[1] / "scale" / "placer.py"
 ANYWHERE = "192.0.2.1"  # of a block that no network uses (RFC 5737): the way to it is the default route
 
 
@@ -36,3 +38,11 @@ def link_settings(parameter: str, place: str) -> LinkSettings | None:
         except OSError as error:
             raise ConfigError(f"{place}: links.tls: {', '.join(tls)} cannot be used: {error}") from None
     return LinkSettings(host, key, links.port_range(), tls, links.key_file)
+
+
+def placer_command(parameter: str, place: str) -> list[str]:
+    """The command of the placer, from a model's `cluster` parameter. Raises ConfigError naming `place` and the key."""
+    cluster = convert(msgspec.json.decode(parameter.encode() or b"{}"), ClusterDeploy, f"{place}: cluster")
+    if not os.access(cluster.python, os.X_OK):
+        raise ConfigError(f"{place}: cluster.python: {cluster.python} is no interpreter that can be run")
+    return [cluster.python, str(PLACER), cluster.address]

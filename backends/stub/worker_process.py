@@ -69,7 +69,7 @@ class WorkerProcess:
         self.ready_s: float | None = None
         self.retry_s = 0.0
         self.gpu_paths = ""
-        self.join_command = ""
+        self.placement = ""
         self._command = command
         self._backoff = Backoff()
 

@@ -136,9 +136,8 @@ def show_server(run_dir: RunDir, report: Report) -> bool:
     for record in read_records(run_dir.path):
         if record.gpu_paths:
             report(f"  GPU tensors of {record.model}#{record.instance} to {record.gpu_paths}")
-        if record.join_command:
-            report(f"  {record.model}#{record.instance} waits for a worker; start it on its host with:")
-            report(f"    {record.join_command}")
+        if record.placement:
+            report(f"  {record.model}#{record.instance} ({record.state}): {record.placement}")
     report(f"  {'all (PSS counts shared pages once)':32} {sum(row.pss_mb for row in table):26.0f}")
     return file["state"] == "ready"
 

@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb
 
 from triton_omni.backends import wire
 from triton_omni.backends.config import paths
-from triton_omni.backends.config.schema import LINKS, OrchestratorDeploy, from_parameters
+from triton_omni.backends.config.schema import CLUSTER, LINKS, OrchestratorDeploy, from_parameters
 from triton_omni.backends.control.hub import Hub
 from triton_omni.backends.control.records import read_records
 from triton_omni.backends.core.errors import BadRequest, Internal, OmniError, describe
@@ -48,6 +48,7 @@ class TritonPythonModel:
         use_triton_log(name, pipeline=given["pipeline"])
         self._pipeline = load(given.pop("pipeline"))
         links = link_settings(given.pop(LINKS, ""), f"model {name}")
+        given.pop(CLUSTER, None)
         self._deploy = from_parameters(given, OrchestratorDeploy, f"model {name}")
         self._run_dir = paths.run_dir(os.getppid())
         self._key = paths.operator_key(self._run_dir)

@@ -17,7 +17,7 @@ import triton_python_backend_utils as pb
 
 from triton_omni.backends import wire
 from triton_omni.backends.config import paths
-from triton_omni.backends.config.schema import LINKS, StageDeploy, from_parameters
+from triton_omni.backends.config.schema import CLUSTER, LINKS, StageDeploy, from_parameters
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.control.hub import Hub
 from triton_omni.backends.core.chunk import Chunk
@@ -28,8 +28,9 @@ from triton_omni.backends.pipelines import load
 from triton_omni.backends.stub import placement
 from triton_omni.backends.stub.external_worker import ExternalWorker, external_command
 from triton_omni.backends.stub.heartbeat import InstanceHeartbeat
-from triton_omni.backends.stub.links import link_settings
+from triton_omni.backends.stub.links import link_settings, placer_command
 from triton_omni.backends.stub.open_request import read_open
+from triton_omni.backends.stub.placed_worker import PlacedWorker, Placer
 from triton_omni.backends.stub.stage_loop import StageCall, StageLoop
 from triton_omni.backends.stub.worker_process import Command, WorkerProcess
 from triton_omni.backends.triton import tensors
@@ -55,6 +56,7 @@ class TritonPythonModel:
         self._pipeline = load(given.pop("pipeline"))
         self._stage = self._pipeline.stage(given.pop("stage"))
         self._links = link_settings(given.pop(LINKS, ""), f"model {self._model}")
+        cluster = given.pop(CLUSTER, "")
         self._deploy = from_parameters(given, StageDeploy, f"model {self._model}")
         self._run_dir = paths.run_dir(os.getppid())
         is_open = self._deploy.direct_calls or bool(os.environ.get(paths.LOOPBACK_VARIABLE))
@@ -67,6 +69,8 @@ class TritonPythonModel:
         self._watch = CancelWatch()
         self._metrics = StageMetrics(self._pipeline.name, self._stage.name)
         workers = placement.workers(args, self._deploy)
+        by_ray = self._deploy.place is not None and self._deploy.place.by == "ray"
+        self._placer = Placer(self._hub, placer_command(cluster, f"model {self._model}")) if by_ray else None
         self._loop = StageLoop(
             stage=self._stage,
             deploy=self._deploy,
@@ -129,6 +133,14 @@ class TritonPythonModel:
             *("--models-dir", context.models_dir, "--options", json.dumps(dict(context.options))),
         ]
         if is_placed and self._links is not None:
+            if self._placer is not None and self._deploy.place is not None:
+                argv = [str(paths.engine_python()), "-m", "triton_omni.backends.worker", "--stub", self._hub.address]
+                tls = ["--tls", *self._links.tls] if self._links.tls else []
+                environment |= self._links.environment()
+                label = f"{self._run_dir.name}/{self._model}/{name}"
+                return PlacedWorker(
+                    self._hub, self._placer, label, [*argv, *arguments, *tls], environment, self._deploy.place
+                )
             command = external_command(self._hub.address, self._links, arguments, environment)
             return ExternalWorker(self._hub, command)
         environment["CUDA_VISIBLE_DEVICES"] = placement.visible_devices(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -171,7 +183,7 @@ class TritonPythonModel:
                 ready_s,
                 process.gpu_paths,
                 worker.peer.listens_at if worker.peer is not None else "",
-                process.join_command,
+                process.placement,
             )
         restarts = sum(worker.process.restarts for worker in workers)
         self._metrics.count([worker.state for worker in workers], restarts, self._loop.moved_runs)

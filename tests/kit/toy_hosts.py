@@ -22,7 +22,7 @@ import msgspec
 
 from tests.kit.budgets import within
 from triton_omni.backends.config import paths
-from triton_omni.backends.config.schema import OrchestratorDeploy, StageDeploy
+from triton_omni.backends.config.schema import OrchestratorDeploy, PlaceDeploy, StageDeploy
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.control.address import TOKEN_VARIABLE
 from triton_omni.backends.control.hub import Hub
@@ -36,6 +36,7 @@ from triton_omni.backends.orchestrator.ports import OpenCall
 from triton_omni.backends.orchestrator.request_state import Arrival
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 from triton_omni.backends.stub.external_worker import ExternalWorker, external_command
+from triton_omni.backends.stub.placed_worker import PlacedWorker, Placer
 from triton_omni.backends.stub.stage_loop import PoolWorker, StageCall, StageLoop
 from triton_omni.backends.stub.worker_process import Command, WorkerProcess
 
@@ -153,7 +154,16 @@ class _Opener:
 class StubThread:
     """A stage's stub: its loop in a thread."""
 
-    def __init__(self, stage: str, folder: Path, links: LinkSettings | None, placed: bool, **deploy: Any) -> None:
+    def __init__(
+        self,
+        stage: str,
+        folder: Path,
+        links: LinkSettings | None,
+        placed: bool,
+        placer: Sequence[str],
+        demand: Mapping[str, Any],
+        **deploy: Any,
+    ) -> None:
         self.hub = Hub(f"{PIPELINE.name}/{stage}", links=links if placed else None, joinable=True)
         arguments = ["--pipeline", PIPELINE.name, "--stage", stage, "--models-dir", str(folder)]
         environment = {"OMP_NUM_THREADS": "1"}
@@ -162,8 +172,18 @@ class StubThread:
             assert links is not None
             self.command = external_command(self.hub.address, links, arguments, environment)
             count = deploy.get("instances", 1)
-            workers = {str(n): ExternalWorker(self.hub, self.command) for n in range(count)}
-            self.worker: ExternalWorker | WorkerProcess = workers["0"]
+            workers: dict[str, ExternalWorker | WorkerProcess] = {}
+            argv = [str(paths.engine_python()), "-m", "triton_omni.backends.worker", "--stub", self.hub.address]
+            ray = Placer(self.hub, placer) if placer else None
+            for n in range(count):
+                if ray is None:
+                    workers[str(n)] = ExternalWorker(self.hub, self.command)
+                else:
+                    own = {**environment, **links.environment(), TOKEN_VARIABLE: f"host {n}"}
+                    place = PlaceDeploy("ray", **demand)
+                    label = f"{os.getpid()}-{id(self)}/{stage}/{n}"
+                    workers[str(n)] = PlacedWorker(self.hub, ray, label, [*argv, *arguments], own, place)
+            self.worker = workers["0"]
         else:
             if links is not None:
                 arguments += links.arguments()
@@ -211,8 +231,12 @@ class ToyHosts:
     """A pipeline whose stages are up; `placed` are those whose workers join."""
 
     def __init__(self, folder: Path, links: LinkSettings | None, placed: Sequence[str], **deploy: Any) -> None:
+        placer: Sequence[str] = deploy.pop("placer", ())
+        demand: Mapping[str, Any] = deploy.pop("demand", {})
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
-        self.stubs = {stage: StubThread(stage, folder, links, stage in placed, **deploy) for stage in STAGES}
+        self.stubs = {
+            stage: StubThread(stage, folder, links, stage in placed, placer, demand, **deploy) for stage in STAGES
+        }
         self._opener = _Opener(self.stubs)
         self.hub = Hub(f"{PIPELINE.name}/", folder / "orchestrator.sock", links=links)
         self.orchestrator = Orchestrator(

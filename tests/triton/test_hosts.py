@@ -47,9 +47,9 @@ def deploy_of(folder: Path, *placed: str) -> Path:
 @contextlib.contextmanager
 def joined(server: RunningServer, stage: str) -> Iterator[subprocess.Popen[bytes]]:
     """A worker started by the command that `doctor` shows, as if on another host."""
-    wait_for(lambda: bool(server.instance(f"toy_{stage}").join_command), RECOVERED_S, f"the command of {stage}")
-    command = server.instance(f"toy_{stage}").join_command
-    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+    wait_for(lambda: bool(server.instance(f"toy_{stage}").placement), RECOVERED_S, f"the command of {stage}")
+    command = server.instance(f"toy_{stage}").placement
+    words = [sys.executable if word == "python" else word for word in shlex.split(command.partition("with: ")[2])]
     worker = subprocess.Popen(words, env=os.environ | {TOKEN_VARIABLE: f"host of {stage}"}, cwd=REPO)
     try:
         wait_for(lambda: health(server)["stages"][stage]["state"] == "ready", RECOVERED_S, f"{stage} ready")

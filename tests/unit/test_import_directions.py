@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "repository": frozenset({"core", "wire", "config", "deploy", "pipelines"}),
     "supervisor": frozenset({"child_process", "config", "control", "deploy", "repository"}),
     "tools": frozenset({"diffusion"}),
+    "scale": frozenset[str](),
 }
 """Package → packages that it may import; a permission that nothing uses fails the test."""
 HEAVY = {
@@ -41,6 +42,7 @@ HEAVY = {
     "vllm": frozenset({"ar", "pipelines"}),
     "transformers": ENGINES | {"pipelines", "tools"},
     "diffusers": frozenset({"diffusion", "pipelines", "tools"}),
+    "ray": frozenset({"scale"}),
     "onnxruntime": ENGINES | {"pipelines"},
     "triton_python_backend_utils": frozenset({"triton"}),
 }

@@ -10,7 +10,7 @@ import pytest
 
 from triton_omni import cli
 from triton_omni.backends import repository
-from triton_omni.backends.config.schema import Deploy, StageDeploy
+from triton_omni.backends.config.schema import ClusterDeploy, Deploy, LinksDeploy, PlaceDeploy, StageDeploy
 from triton_omni.backends.deploy.load import load_deploy
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 
@@ -92,3 +92,17 @@ def test_writing_and_writing_again(tmp_path, capsys):
     assert load_deploy(deploy, PIPELINE).stages["tokens"].instances == 2
     code, text = run("--pipeline", "tay")
     assert code == 1 and "no pipeline is called tay" in text
+
+
+def test_links_and_cluster_reach_every_model_and_a_placed_stage_needs_no_gpu_here():
+    stages = {s.name: StageDeploy() for s in PIPELINE.stages}
+    stages["wave"] = StageDeploy(device="cuda", place=PlaceDeploy("ray", gpus=1))
+    deploy = Deploy("toy", stages, links=LinksDeploy("/key"), cluster=ClusterDeploy("h:1", "/py"))
+    made = {
+        name: text for name, text in repository.repository_files(PIPELINE, deploy).items() if name.endswith("pbtxt")
+    }
+    assert len(made) == 4
+    for text in made.values():
+        assert 'key: "links"' in text and 'key: "cluster"' in text
+    assert "instance_group [{ kind: KIND_CPU count: 1 }]" in made["toy_wave/config.pbtxt"]
+    assert 'key: "device" value: { string_value: "cuda" }' in made["toy_wave/config.pbtxt"]

@@ -79,6 +79,15 @@ def test_ports_of_links(ports, range_):
         ({"links": {"key_file": "k", "ports": -5}}, "ports must be 'any'"),
         ({"links": {"key_file": "k", "tls": {"cert": "c", "key": "k"}}}, "missing required field `ca`"),
         ({"stages": {"wave": {"place": {"by": "hand"}}}}, "stage wave: .*Invalid enum value 'hand'.*place.by"),
+        ({"stages": {"wave": {"place": {"by": "ray", "gpu": 1}}}}, "unknown field `gpu`"),
+        ({"stages": {"wave": {"place": {"by": "ray", "gpus": -1}}}}, "place.gpus"),
+        ({"stages": {"wave": {"place": {"by": "ray", "wait_s": float("inf")}}}}, "wait_s"),
+        (
+            {"links": {"key_file": "k"}, "stages": {"wave": {"device": "cpu", "place": {"by": "ray"}}}},
+            "stage wave: place by ray needs `cluster`",
+        ),
+        ({"cluster": {"address": "h:1"}}, "missing required field `python`"),
+        ({"cluster": {"address": "", "python": "p"}}, "address must not be empty"),
         ({"stages": {"wave": {"place": {}}}}, "missing required field `by`"),
         ({"stages": {"wave": {"place": {"by": "external"}}}}, "device must be cpu or cuda where place is given"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 
 import pytest
 
@@ -13,7 +14,7 @@ from triton_omni.backends.config.schema import ConfigError
 from triton_omni.backends.control.link_settings import KEY_VARIABLE, LinkSettings, take_key
 from triton_omni.backends.stub import links as links_module
 from triton_omni.backends.stub.external_worker import external_command
-from triton_omni.backends.stub.links import link_settings
+from triton_omni.backends.stub.links import link_settings, placer_command
 
 
 def settings(tmp_path, key=b"k" * 32, mode=0o600, **values):
@@ -65,3 +66,11 @@ def test_the_workers_command_never_holds_the_key():
     words = shlex.split(command)
     assert words[:4] == ["env", "TRITON_OMNI_LINK_KEY_FILE=/etc/a key", "A=b c", "python"]
     assert words[-4:] == ["--tls", "c", "k", "a"] and '{"model": "it\'s $HOME"}' in words
+
+
+def test_the_placers_interpreter_must_be_there():
+    assert placer_command(json.dumps({"address": "h:1", "python": sys.executable}), "model x")[0] == sys.executable
+    with pytest.raises(ConfigError, match=r"model x: cluster\.python: /no/python is no interpreter"):
+        placer_command(json.dumps({"address": "h:1", "python": "/no/python"}), "model x")
+    with pytest.raises(ConfigError, match=r"model x: cluster: .*missing required field `address`"):
+        placer_command("", "model x")
