@@ -93,7 +93,8 @@ def link_producer(address: str, size: int, count: int, pace_s: float) -> None:
         with hub.joined():
             progress = False
             for i, run in enumerate(runs if not pace_s else runs[:1]):
-                stamp(data)
+                if pace_s:
+                    stamp(data)
                 chunk = Chunk(run, "e", index[i], tensors=(Tensor.of("x", data),))
                 if sent < count and peer.put(chunk):
                     sent, progress = sent + 1, True
