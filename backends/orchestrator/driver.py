@@ -38,6 +38,7 @@ from triton_omni.backends.core.errors import (
 )
 from triton_omni.backends.core.generate import encode_request
 from triton_omni.backends.core.ids import OPERATOR_KEY, new_run_id
+from triton_omni.backends.core.output_window import JSON_EXPANSION, OutputWindow
 from triton_omni.backends.core.outputs import OutputPiece
 from triton_omni.backends.core.pipeline import CLIENT_EDGE, Pipeline
 from triton_omni.backends.core.responses import Event, Progress, Response, ResponseStream, StageStatus
@@ -45,7 +46,6 @@ from triton_omni.backends.orchestrator.admission import Admission
 from triton_omni.backends.orchestrator.check import check_request, check_request_id
 from triton_omni.backends.orchestrator.input_feed import InputFeed
 from triton_omni.backends.orchestrator.metrics import CLIENT, PipelineMetrics
-from triton_omni.backends.orchestrator.output_window import JSON_EXPANSION, OutputWindow
 from triton_omni.backends.orchestrator.ports import OpenCall, Opener
 from triton_omni.backends.orchestrator.request_state import (
     Arrival,

@@ -18,12 +18,12 @@ from triton_omni.backends.control.messages import RunStats, Transfer
 from triton_omni.backends.core.chunk import Tensor, TensorSpec
 from triton_omni.backends.core.errors import BadRequest, DeadlineExceeded
 from triton_omni.backends.core.generate import GenerateRequest
+from triton_omni.backends.core.output_window import OutputWindow
 from triton_omni.backends.core.outputs import JOIN, OutputPiece
 from triton_omni.backends.core.request import EndRequest, Outcome, RequestEvent, RequestMachine
 from triton_omni.backends.core.responses import Event, RequestStatus, Response, ResponseStream
 from triton_omni.backends.orchestrator.input_feed import InputFeed
 from triton_omni.backends.orchestrator.metrics import Player
-from triton_omni.backends.orchestrator.output_window import OutputWindow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ from triton_omni.backends.core.errors import (
     describe,
 )
 from triton_omni.backends.core.generate import decode_request
+from triton_omni.backends.core.output_window import OutputWindow
 from triton_omni.backends.core.pipeline import Stage
 from triton_omni.backends.core.responses import Event, Response, ResponseStream
 from triton_omni.backends.stub.choose import by_affinity, least_live
@@ -46,6 +47,7 @@ Arguments = TypeVarTuple("Arguments")
 log = logging.getLogger("triton_omni.stage")
 
 TURN_S = 0.25
+DIRECT_OUTPUT_BYTES = 8 << 20  # window of a direct call, whose client is sent output at a pace (decision 0011)
 PUBLISH_S = 5.0  # oldest gauges while calls are open
 STOPPED_S = 10.0  # a stopped worker is killed after this
 _NOT_READY: dict[State, str] = {
@@ -69,6 +71,7 @@ class StageCall:
     accepted   the worker has accepted the run
     ended      the Triton response stream is closed or being closed
     pieces     output → number of responses sent
+    deferred   what waits for the client of a direct call: outputs, which keep their credit, and then the run's end
     """
 
     responses: ResponseStream
@@ -81,6 +84,17 @@ class StageCall:
     accepted: bool = False
     ended: bool = False
     pieces: dict[str, int] = field(default_factory=dict[str, int])
+    window: OutputWindow = field(default_factory=lambda: OutputWindow(DIRECT_OUTPUT_BYTES, acknowledges=False))
+    deferred: deque[tuple[Peer, Chunk | msg.FinishedMessage]] = field(
+        default_factory=deque[tuple[Peer, Chunk | msg.FinishedMessage]]
+    )
+
+    def drop_deferred(self) -> None:
+        """Give back what waits for the client: it has left, or the call has failed."""
+        while self.deferred:
+            worker, item = self.deferred.popleft()
+            if isinstance(item, Chunk):
+                worker.release(item)
 
 
 @dataclass(eq=False, slots=True)
@@ -194,6 +208,10 @@ class StageLoop:
         for worker in self.workers:
             self._keep(worker)
         now = self._clock()
+        for call in [call for call in self._calls.values() if call.reply is None]:
+            call.window.elapse(now)
+            while call.deferred and self._has_room(call, call.deferred[0][1]):
+                self._apply(call, *call.deferred.popleft())
         if now >= self._next_publish and (call := next((c for c in self._calls.values() if not c.ended), None)):
             self._next_publish = now + PUBLISH_S
             call.responses.publish()
@@ -205,6 +223,7 @@ class StageLoop:
             self._waiting.remove(call)
             self._fail(call, Cancelled("client_gone"))
         elif not call.ended and call.worker is not None and call.worker.peer is not None:
+            call.drop_deferred()
             call.worker.peer.send(msg.StopMessage(call.message.run))
 
     def _try_receive(self, call: StageCall) -> None:
@@ -285,6 +304,7 @@ class StageLoop:
     def _close(self, call: StageCall, end: msg.FinishedMessage | msg.FailedMessage, worker: Peer | None) -> None:
         """Close the Triton response stream of a call. `worker`: has the run, and sends its end when released."""
         call.ended, call.inputs = True, None
+        call.drop_deferred()
         if call.worker is not None:
             call.worker.runs -= 1
         closed = partial(self._on_closed, call, end, worker)
@@ -318,9 +338,13 @@ class StageLoop:
                 self._on_ping(worker, item)
             case msg.AcceptedMessage(run=run):
                 self._calls[run].accepted, self._calls[run].inputs = True, None
-            case Chunk():
-                self._respond(peer, self._calls[item.run], item)
-            case msg.FinishedMessage(run=run) | msg.FailedMessage(run=run):
+            case Chunk() | msg.FinishedMessage():
+                call = self._calls[item.run]
+                if call.deferred or not self._has_room(call, item):
+                    call.deferred.append((peer, item))
+                else:
+                    self._apply(call, peer, item)
+            case msg.FailedMessage(run=run):
                 call = self._calls[run]
                 self._close(call, item, peer if call.accepted else None)
             case Lost():
@@ -344,12 +368,22 @@ class StageLoop:
         """A function that makes the loop's thread call `act`; may be called from any thread."""
         return partial(self.hub.post, partial(act, *arguments))
 
+    def _has_room(self, call: StageCall, item: Chunk | msg.FinishedMessage) -> bool:
+        return not isinstance(item, Chunk) or call.window.has_room(item.nbytes)
+
+    def _apply(self, call: StageCall, worker: Peer, item: Chunk | msg.FinishedMessage) -> None:
+        if isinstance(item, Chunk):
+            self._respond(worker, call, item)
+        else:
+            self._close(call, item, worker if call.accepted else None)
+
     def _respond(self, worker: Peer, call: StageCall, chunk: Chunk) -> None:
         """Send one piece of a direct call's output."""
         output = chunk.edge.removeprefix(msg.OUTPUT_PREFIX)
         index = call.pieces.get(output, 0)
         call.pieces[output] = index + 1
         piece, request_id = chunk.piece, call.message.request_id
+        call.window.send(chunk.nbytes, 0.0 if piece is None else piece.playback_s)
         kind = piece.kind if output and piece is not None else "chunk"
         event = Event(kind, request_id, output=output, stage=self.stage, index=index, piece=piece)
         tensors = tuple(tensor for tensor in chunk.tensors if tensor.name in self._output_tensors)

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import signal
+import ssl
 from pathlib import Path
 
 import uvicorn
@@ -83,6 +84,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         )
     if options.api_keys is not None:
         read_keys(options.api_keys)
+    _check_tls(options)
     address = options.metrics
     url = "" if not address else address if "://" in address else f"http://{address}/metrics"
     return Settings(
@@ -99,7 +101,23 @@ def settings_of(options: argparse.Namespace) -> Settings:
         allowed_hosts=LOCAL_HOSTS | {*options.allowed_host} if is_local or options.allowed_host else frozenset(),
         max_priority=options.max_priority,
         max_total_s=options.max_total_s,
+        is_public=not is_local,
     )
+
+
+def _check_tls(options: argparse.Namespace) -> None:
+    """Raise OSError or ValueError for a certificate that cannot be served; a key alone would mean plain HTTP."""
+    if options.tls_cert is None:
+        if options.tls_key is not None:
+            raise ValueError("--tls-key needs --tls-cert")
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.tls_cert, options.tls_key)
+    except ssl.SSLError as error:
+        raise ValueError(f"--tls-cert {options.tls_cert}: no certificate with its private key: {error}") from None
+    except OSError as error:
+        files = " or ".join(filter(None, (options.tls_cert, options.tls_key)))
+        raise ValueError(f"--tls-cert: {files} cannot be read: {error.strerror}") from None
 
 
 async def serve(options: argparse.Namespace, settings: Settings) -> None:

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
+
 from triton_omni.backends.ar.completions import COMPLETION, check_completion
 from triton_omni.backends.ar.sampling import stage_sampling
 from triton_omni.backends.codec.engine import RunOptions
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, stage_options, with_stage_options
 from triton_omni.backends.pipelines.chat.clauses import UNREADABLE, estimated_speech_s, speakable
+from triton_omni.backends.pipelines.chat.options import MAX_AUDIO_S
 from triton_omni.backends.pipelines.chat.thinker import check_messages
 
 VOICES = ("heart",)
@@ -37,6 +42,15 @@ def check(request: GenerateRequest) -> None:
     if request.operation == COMPLETION:
         check_completion(request)
     _check_options(request)
+
+
+def check_audio(request: GenerateRequest, engine: Mapping[str, object]) -> None:
+    """The transcriber's check, with its engine options: the seconds of all audio parts together."""
+    most_s = msgspec.convert(engine.get("max_audio_s", MAX_AUDIO_S), float)
+    parts = [part for message in request.messages for part in message.parts if part.type == "audio"]
+    seconds = sum(part.length / part.sample_rate for part in parts if part.sample_rate)
+    if seconds > most_s:
+        raise BadRequest(f"audio must be at most {most_s:g} s (got {seconds:.1f})", "audio")
 
 
 def _check_chat(request: GenerateRequest) -> None:

@@ -11,6 +11,8 @@ import msgspec
 from triton_omni.backends.core.engine import OptionsError
 from triton_omni.backends.core.pipeline import EngineContext
 
+MAX_AUDIO_S = 600.0
+
 
 class TalkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """model: folder of the speech codes' codebooks."""
@@ -37,7 +39,7 @@ class TranscriberOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     model: str
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     compute_type: Literal["float32", "float16", "bfloat16", "int8", "int8_float16", "int8_bfloat16"] = "int8"
-    max_audio_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    max_audio_s: Annotated[float, msgspec.Meta(gt=0)] = MAX_AUDIO_S
 
 
 def model_folder(context: EngineContext, name: str) -> Path:

@@ -11,7 +11,7 @@ from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.engine import Engine
 from triton_omni.backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
 from triton_omni.backends.pipelines.chat.adapters import text_of, transcript_of
-from triton_omni.backends.pipelines.chat.checks import LANGUAGES, VOICES, check
+from triton_omni.backends.pipelines.chat.checks import LANGUAGES, VOICES, check, check_audio
 from triton_omni.backends.pipelines.chat.thinker import thinker_engine, thinker_environment
 
 SAMPLE_RATE_HZ = 24_000
@@ -40,7 +40,9 @@ def _code2wav(context: EngineContext) -> Engine:
 PIPELINE = Pipeline(
     name="chat",
     stages=(
-        Stage("transcriber", _transcriber, inputs=(AUDIO,), media="audio", params=("transcription",)),
+        Stage(
+            "transcriber", _transcriber, inputs=(AUDIO,), media="audio", params=("transcription",), check=check_audio
+        ),
         Stage("thinker", thinker_engine, thinker_environment),
         Stage("talker", _talker, outputs=(CODES,), params=("speech.voice", "speech.language", "speech.speed")),
         Stage("code2wav", _code2wav, inputs=(CODES,), outputs=(AUDIO,)),

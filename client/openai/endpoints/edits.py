@@ -29,6 +29,7 @@ async def edit(request: Request) -> Response:
     async with opened_form(request) as form:
         images, mask = await _files(form)
         body = parse_form(EditBody, form, (*IMAGES, "mask"), context.ignored)
+        context.check_model(body.model)
         try:
             await context.services.catalogue.check_media(body.model, "image", "image")
         except ApiError as error:

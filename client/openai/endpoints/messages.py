@@ -24,9 +24,13 @@ _ADD = {"image": Media.image, "audio": Media.audio, "video": Media.video}
 
 
 class MessageReader:
-    """Reads the messages of one request. `with_video_audio`: videos are read together with their audio."""
+    """Reads the messages of one request. `with_video_audio`: videos are read together with their audio.
+
+    Raises ApiError 403 for a model that the key does not allow.
+    """
 
     def __init__(self, context: RequestContext, model: str, *, with_video_audio: bool = False) -> None:
+        context.check_model(model)
         self.media = Media(context.share.take)
         self._model = model
         self._with_video_audio = with_video_audio
@@ -108,8 +112,11 @@ class MessageReader:
         with media_errors(param, f"invalid_{kind}_url"):
             data = await self._read(source if isinstance(source, str) else source.url)
         pools = self._services.pools
+        add = partial(_ADD[kind], self.media)
+        if kind == "image" and await self._services.catalogue.edits(self._model):
+            add = partial(self.media.image, alpha="drop")  # as sources of /v1/images/edits
         with media_errors(param, f"invalid_{kind}"):
-            parts = [await pools.decode(partial(_ADD[kind], self.media), data, is_video=kind == "video")]
+            parts = [await pools.decode(add, data, is_video=kind == "video")]
             if kind == "video" and self._with_video_audio:
                 parts.append(await pools.decode(self.media.video_audio, data, is_video=True))
             return parts

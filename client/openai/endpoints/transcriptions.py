@@ -96,6 +96,7 @@ async def transcribe(request: Request) -> Response:
             raise missing("file")
         if len(form.getlist("file")) > 1:
             raise invalid("file", "There is one file at most.")
+        context.check_model(body.model)
         await context.services.catalogue.check_media(body.model, "audio", "file")
         data = await file_in(form["file"], "file")
     with media_errors("file", "invalid_audio"):

@@ -183,7 +183,7 @@ class Access:
         self._settings = settings
         everyone = ApiKey(
             id="default", sha256=digest(settings.api_key.encode()), max_priority=settings.max_priority,
-            max_total_s=settings.max_total_s or None, operator=True,
+            max_total_s=settings.max_total_s or None, operator=bool(settings.api_key) or not settings.is_public,
         )  # fmt: skip
         self._everyone = KeyUse(everyone)
         self._is_open = not settings.api_key and settings.api_keys is None

@@ -44,6 +44,7 @@ class Catalogue:
         self._listed: dict[str, str] = {}
         self._listed_s = float("-inf")
         self._media: dict[str, tuple[str, ...]] = {}
+        self._edits: dict[str, bool] = {}
         self.created = int(time.time())
 
     async def models(self) -> dict[str, str]:
@@ -71,13 +72,19 @@ class Catalogue:
         """Refuse content that the model does not take, before it is fetched or decoded. Raises ApiError."""
         pipeline = await self.pipeline_of(model)
         if pipeline not in self._media:
-            about = (await self._state(pipeline)).get("about", {})
+            state = await self._state(pipeline)
+            about = state.get("about", {})
             if "media" not in about:
                 return  # the pipeline does not answer: the call itself gets the error
             self._media[pipeline] = tuple(about["media"])
+            self._edits[pipeline] = "edit" in state.get("operations", ())
         if kind not in self._media[pipeline]:
             taken = ", ".join(self._media[pipeline])
             raise invalid(param, f"The model '{model}' takes {taken}, not {kind}.", "unsupported_value")
+
+    async def edits(self, model: str) -> bool:
+        """True if the model, whose media were checked, edits the images that it is given."""
+        return self._edits.get(await self.pipeline_of(model), False)
 
     async def states(self) -> dict[str, Facts]:
         """Model id → what its pipeline reports, or why it does not answer. Raises OmniError."""

@@ -72,6 +72,11 @@ class RequestContext:
     ignored: list[str] | None = None
     key: KeyUse | None = None
 
+    def check_model(self, model: str) -> None:
+        """Raise ApiError 403 for a model that the key does not allow, before any media are read for it."""
+        if self.key is not None:
+            self.key.check_model(model)
+
 
 def set_context(scope: Scope, context: RequestContext) -> None:
     """Attach a context to an ASGI scope."""

@@ -43,6 +43,7 @@ class Settings:
     allowed_hosts  names in the Host header that a server without keys answers to; empty: any
     max_priority   of requests without a key of the file
     max_total_s    longest total deadline of these, in seconds; 0: no bound
+    is_public      listens beyond this machine: details of /health need a key
     """
 
     models: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -58,3 +59,4 @@ class Settings:
     allowed_hosts: frozenset[str] = frozenset()
     max_priority: int = 100
     max_total_s: float = 0.0
+    is_public: bool = False

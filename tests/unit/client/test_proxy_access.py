@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import msgspec
 import pytest
 
 from tests.kit.fake_backend import RATE_HZ, SAMPLES, FakeBackend
-from tests.kit.proxy_server import RunningProxy, running_proxy
+from tests.kit.proxy_server import RunningProxy, proxy_process, running_proxy
+from tests.kit.tcp_ends import certificates
 from triton_omni.backends.wire import Deadlines, GenerateRequest
 from triton_omni.openai.__main__ import arguments, settings_of
 from triton_omni.openai.http.access import Access, ApiKey, KeyFile, KeyUse, digest, new_key, read_keys
@@ -68,6 +70,24 @@ def test_keys_of_a_file(backend: FakeBackend, file: Path) -> None:
         for path in ("/v1/models/fake", "/v1/audio/voices?model=fake"):
             assert error_of(httpx.get(f"{proxy.root}{path}", headers=headers)) == (403, "model_not_allowed", "model")
     assert len(backend.seen) == 1
+
+
+@pytest.mark.parametrize("route", ["chat", "edit", "transcription"])
+def test_media_are_not_read_for_a_model_that_the_key_does_not_allow(
+    backend: FakeBackend, file: Path, route: str
+) -> None:
+    """What is sent as media is none: were it read, the answer would be a 400 about it."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,bm9uZQ=="}}
+    form: dict[str, Any] = {"data": {"model": "fake", "prompt": "x"}, "files": {"image": b"none"}}
+    sent: dict[str, tuple[str, dict[str, Any]]] = {
+        "chat": ("chat/completions", {"json": {"model": "fake", "messages": [{"role": "user", "content": [image]}]}}),
+        "edit": ("images/edits", form),
+        "transcription": ("audio/transcriptions", {"data": {"model": "fake"}, "files": {"file": b"none"}}),
+    }
+    path, body = sent[route]
+    with running_proxy(backend, write(file, entry("one", models=("painter",)))) as proxy:
+        answer = httpx.post(f"{proxy.root}/v1/{path}", headers={"authorization": "Bearer one"}, **body)
+    assert error_of(answer) == (403, "model_not_allowed", "model")
 
 
 def test_caps_of_priority_and_deadline(backend: FakeBackend, file: Path) -> None:
@@ -182,6 +202,36 @@ def test_new_keys_are_stored_as_digests_only() -> None:
     key, stored = new_key("me")
     assert len(key) > 40 and key not in str(stored) and digest(key.encode()) == stored.sha256
     assert new_key("me")[0] != key
+
+
+def test_health_of_a_server_for_everyone_has_no_details(backend: FakeBackend) -> None:
+    with running_proxy(backend, Settings(is_public=True)) as proxy:
+        assert httpx.get(f"{proxy.root}/health").json() == {"status": "ok"}
+    assert settings("--host", "0.0.0.0", "--insecure").is_public and not settings().is_public
+
+
+def test_tls(tmp_path: Path) -> None:
+    cert, key, _ = map(str, certificates())
+    with proxy_process("--triton", "127.0.0.1:1", "--tls-cert", cert, "--tls-key", key) as proxy:
+        trusting = ssl.create_default_context(cafile=cert)
+        trusting.check_hostname = False
+        answer = httpx.get(f"https://127.0.0.1:{proxy.port}/health", verify=trusting)
+        assert answer.status_code == 503 and answer.json()["status"] == "unavailable"
+        with pytest.raises(httpx.ConnectError, match="certificate"):
+            httpx.get(f"https://127.0.0.1:{proxy.port}/health")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{proxy.port}/health")
+    none = tmp_path / "none.pem"
+    none.write_text("none")
+    refused = {
+        ("--tls-key", key): "--tls-key needs --tls-cert",
+        ("--tls-cert", cert): "no certificate with its private key",
+        ("--tls-cert", str(none), "--tls-key", key): "no certificate with its private key",
+        ("--tls-cert", str(tmp_path / "missing.pem")): "missing.pem cannot be read",
+    }
+    for words, says in refused.items():
+        with pytest.raises(ValueError, match=says):
+            settings(*words)
 
 
 def test_health_has_details_for_operators_only(backend: FakeBackend, file: Path) -> None:

@@ -322,6 +322,19 @@ def test_image_input_becomes_the_image_tensor(sdk: openai.OpenAI, backend: FakeB
     assert np.array_equal(call.media["image"][60:].reshape(4, 5, 3), pixels)
 
 
+@pytest.mark.parametrize(("operations", "seen"), [(["chat"], [255, 255, 255]), (["chat", "edit"], [9, 8, 7])])
+def test_hidden_colors_go_to_models_that_edit(
+    sdk: openai.OpenAI, backend: FakeBackend, operations: list[str], seen: list[int]
+) -> None:
+    """As diffusers reads the sources of an edit; every other model sees what people see."""
+    backend.operations["fake"] = operations
+    file = io.BytesIO()
+    Image.new("RGBA", (1, 1), (9, 8, 7, 0)).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    complete(sdk, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+    assert backend.seen[0].media["image"].tolist() == seen
+
+
 def test_earlier_audio_stands_for_its_transcript(sdk: openai.OpenAI, backend: FakeBackend) -> None:
     spoken = complete(sdk, max_tokens=2, **SPOKEN).choices[0].message.audio
     history: Any = [*USER, {"role": "assistant", "audio": {"id": spoken.id}}, *USER]

@@ -30,10 +30,10 @@ from triton_omni.backends.core.generate import (
     TranscriptionParams,
 )
 from triton_omni.backends.core.ids import RUN_ID_BYTES
+from triton_omni.backends.core.output_window import RESPONSE_BYTES
 from triton_omni.backends.core.outputs import AudioPiece, ImagePiece, TextPiece
 from triton_omni.backends.core.pipeline import Operation, Output
 from triton_omni.backends.orchestrator.driver import PUBLISH_S, STOP_GRACE_S
-from triton_omni.backends.orchestrator.output_window import RESPONSE_BYTES
 from triton_omni.backends.orchestrator.request_state import HandleState
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 from triton_omni.backends.wire import Progress, StageStatus, text_of

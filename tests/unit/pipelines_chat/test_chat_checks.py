@@ -13,11 +13,23 @@ from triton_omni.backends.core.chunk import Chunk
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.generate import GenerateRequest, Message, Part, SpeechParams, TranscriptionParams
 from triton_omni.backends.core.outputs import TextPiece, TranscriptPiece
+from triton_omni.backends.orchestrator.check import check_request
 from triton_omni.backends.pipelines.chat.adapters import text_of, transcript_of
 from triton_omni.backends.pipelines.chat.pipeline import PIPELINE
 
 HELLO = (Message("user", "Hello"),)
 AUDIO = Part("audio", length=1, sample_rate=16_000)
+
+
+def test_audio_longer_than_the_deployed_limit_is_refused_before_any_stage_works() -> None:
+    """Of all parts together, each at its own rate."""
+    parts = (Part("audio", length=16_000, sample_rate=16_000), Part("audio", 16_000, length=80_000, sample_rate=8_000))
+    request = GenerateRequest(operation="transcription", messages=(Message("user", parts),))
+    accepts(check_request, PIPELINE, request, {"audio": 96_000}, {"transcriber": {"max_audio_s": 11}})
+    accepts(check_request, PIPELINE, request, {"audio": 96_000})
+    with pytest.raises(BadRequest, match=r"audio must be at most 10 s \(got 11.0\)") as refused:
+        check_request(PIPELINE, request, {"audio": 96_000}, {"transcriber": {"max_audio_s": 10}})
+    assert refused.value.where == "audio"
 
 
 def asking(**fields) -> GenerateRequest:

@@ -11,10 +11,10 @@ from tests.kit.worker_harness import chat
 from triton_omni.backends.control import messages as msg
 from triton_omni.backends.core.chunk import Chunk, Tensor
 from triton_omni.backends.core.errors import ErrorInfo, OmniError
-from triton_omni.backends.core.outputs import TextPiece
+from triton_omni.backends.core.outputs import AudioPiece, TextPiece
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
-from triton_omni.backends.stub.stage_loop import PUBLISH_S, STOPPED_S
+from triton_omni.backends.stub.stage_loop import DIRECT_OUTPUT_BYTES, PUBLISH_S, STOPPED_S
 from triton_omni.backends.stub.worker_process import FIRST_PAUSE_S, GIVE_UP_AFTER, LONGEST_PAUSE_S, STEADY_S
 from triton_omni.backends.worker.loop import Worker
 
@@ -234,6 +234,59 @@ def test_a_direct_call_gets_its_pieces_and_its_end(make):
     assert b.worker_reads() == [msg.ReleaseMessage(run)]
     assert b.to_stub.connector.in_flight == 0
     assert b.orchestrator.got == []
+
+
+def put_all(b, run, count, nbytes):
+    """Offer outputs as the worker does; returns how many of them found credit."""
+    large = Tensor.of("audio", np.zeros(nbytes, np.uint8))
+    sent = 0
+    while sent < count and b.to_stub.put(
+        Chunk(run, "@audio", sent, tensors=(large,), piece=AudioPiece(24_000, 24_000))
+    ):
+        sent += 1
+        b.turn()
+    return sent
+
+
+def test_a_direct_call_is_sent_output_at_a_pace_and_its_end_last(make):
+    b = make()
+    client, run = b.call(reply="")
+    b.turn()
+    b.to_stub.send(msg.AcceptedMessage(run))
+    nbytes = DIRECT_OUTPUT_BYTES // 16
+    count = put_all(b, run, 9, nbytes)
+    b.to_stub.send(msg.FinishedMessage(run, "stop"))
+    b.turn()
+    burst = len(client.sent)
+    assert 2 <= burst < count and not client.over
+    assert b.to_stub.connector.in_flight > 0, "what waits holds its credit: the stage pauses"
+    for _ in range(20):
+        b.clock.now_s += 0.5  # a second of audio in each piece
+        b.turn()
+    assert client.sent[:-1] == [("audio", index) for index in range(count)] and client.over
+
+
+@pytest.mark.parametrize("cause", ["client", "worker", "failure"])
+def test_what_waits_for_a_direct_call_is_given_back_when_that_ends(make, cause):
+    b = make()
+    client, run = b.call(reply="")
+    b.turn()
+    b.to_stub.send(msg.AcceptedMessage(run))
+    put_all(b, run, 9, DIRECT_OUTPUT_BYTES // 16)
+    sent = len(client.sent)
+    if cause == "client":
+        client.gone()
+        b.turn()
+        b.to_stub.send(msg.FinishedMessage(run, "stopped"))
+    elif cause == "failure":
+        b.to_stub.send(msg.FailedMessage(run, ErrorInfo("stage_failed", "lost", "tokens")))
+    else:
+        b.worker_dies()
+    b.turn()
+    assert client.over and len(client.sent) == sent + 1
+    if cause != "worker":
+        b.worker_reads()
+        assert b.to_stub.connector.in_flight == 0
 
 
 def test_a_direct_call_whose_client_leaves_is_stopped(make):

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from triton_omni.backends.orchestrator.output_window import (
+from triton_omni.backends.core.output_window import (
     BURST,
     FIRST_SHARE,
     MARKS,
