@@ -70,6 +70,10 @@ class DecodeRunState:
     next_frames: int
     state: Any
     codes: np.ndarray
+    context: int = 0
+    """Frames at the front that the audio goes on from: they are decoded, and their audio is not sent."""
+    unsent: int = 0
+    """Frames of the context that are not decoded."""
     start: int = 0
     decoded: int = 0
     ended: bool = False
@@ -121,16 +125,22 @@ class CodecEngine:
 
     def feed(self, run: Run, inputs: Chunk, last: bool) -> bool:
         """Take the chunk's tensor `codes`, and the words that a `WordsPiece` says are in them; an empty chunk has none.
+        A first chunk may bring `context`: codes that the audio goes on from.
 
         Words of an empty chunk, or later than its codes, are sent with the audio at their time.
         """
         state: DecodeRunState = run.state
         if state.waiting >= self.options.max_queued_frames:
             return False
-        tensor = inputs.tensor("codes")
+        tensor, context = inputs.tensor("codes"), inputs.tensor("context")
+        if context is not None:
+            if state.waiting or state.decoded:
+                raise StageFailed("'context' came behind other frames", f"{inputs.edge}->{self.stage}")
+            self._take(state, context)
+            state.context = state.unsent = state.waiting
         if tensor is not None:
             self._take(state, tensor)
-        elif not inputs.is_empty:
+        elif context is None and not inputs.is_empty:
             raise StageFailed("the chunk has no 'codes'", f"{inputs.edge}->{self.stage}")
         if isinstance(inputs.piece, WordsPiece):
             state.words += inputs.piece.words
@@ -150,7 +160,9 @@ class CodecEngine:
         decoding = [run for run in runs if run.state.waiting]
         windows = [self._window(run.state) for run in decoding]
         events: list[EngineEvent] = []
-        for run, audio in zip(decoding, self.decoder.decode(windows) if windows else (), strict=True):
+        for run, window, audio in zip(decoding, windows, self.decoder.decode(windows) if windows else (), strict=True):
+            if window.start + window.left < run.state.context:
+                continue
             if run.state.words and (words := run.state.words_before(self._decoded_s(run.state))).words:
                 events.append(EngineOutput(run, words))
             piece = AudioPiece(self.decoder.sample_rate_hz, len(audio))
@@ -159,8 +171,7 @@ class CodecEngine:
             self._runs.remove(run)
             state: DecodeRunState = run.state
             if state.ended and not state.waiting:
-                samples = state.decoded * self.decoder.samples_per_frame
-                events.append(EngineFinished(run, "stop", {"audio_samples": samples}))
+                events.append(EngineFinished(run, "stop", {"audio_samples": self._samples(state)}))
             else:
                 self._runs.append(run)  # the end of the queue: with more runs than a batch holds, all take turns
         return events
@@ -172,11 +183,19 @@ class CodecEngine:
         """Seconds of a run's audio so far; no word is later than its end."""
         if state.ended and not state.waiting:
             return math.inf
-        return state.decoded * self.decoder.samples_per_frame / self.decoder.sample_rate_hz
+        return self._samples(state) / self.decoder.sample_rate_hz
+
+    def _samples(self, state: DecodeRunState) -> int:
+        """Samples of a run's audio so far."""
+        return (state.decoded - state.context) * self.decoder.samples_per_frame
 
     def _can_work(self, run: Run) -> bool:
         state: DecodeRunState = run.state
-        return not run.blocked and (state.ended or state.waiting >= state.next_frames + self.decoder.right)
+        return not run.blocked and (state.ended or state.waiting >= self._next_take(state) + self.decoder.right)
+
+    def _next_take(self, state: DecodeRunState) -> int:
+        """Frames of the next window, if there are as many."""
+        return min(state.unsent, self.options.chunk_frames) or state.next_frames
 
     def _take(self, state: DecodeRunState, tensor: Tensor) -> None:
         """Copy the codes of a tensor; raises BadRequest for another type or shape."""
@@ -194,13 +213,16 @@ class CodecEngine:
         codes = np.concatenate([state.codes, *state.arrived])
         state.arrived.clear()
         left = state.decoded - state.start
-        take = min(state.next_frames, state.waiting)
+        take = min(self._next_take(state), state.waiting)
         end = min(left + take + self.decoder.right, len(codes))
         final = state.ended and end == len(codes)
         window = Window(codes[:end], state.start, left, take, final, state.state)
         state.decoded += take
         state.waiting -= take
-        state.next_frames = next(state.sizes)
+        if state.unsent:
+            state.unsent -= take
+        else:
+            state.next_frames = next(state.sizes)
         kept = max(0, left + take - self.decoder.left)
         state.codes = codes[kept:]
         state.start += kept

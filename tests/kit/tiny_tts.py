@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 ROLES = {"assistant": 77091, "user": 872, "system": 8948}
 SPECIAL = {
     "<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645, "<|audio_start|>": 151669,
@@ -215,17 +217,27 @@ def _talker_tensors(facts: dict[str, Any], kind: str) -> Shapes:
     for book in range(BOOKS - 1):
         shapes[f"talker.code_predictor.model.codec_embedding.{book}.weight"] = (CODES, hidden)
         shapes[f"talker.code_predictor.lm_head.{book}.weight"] = (CODES, narrow)
+    if kind == "base":
+        from triton_omni.backends.pipelines.qwen3_tts.checkpoint import SpeakerFacts
+        from triton_omni.backends.pipelines.qwen3_tts.speaker import SpeakerNetwork
+
+        network = SpeakerNetwork(msgspec.convert(facts["speaker_encoder_config"], SpeakerFacts))
+        shapes |= {f"speaker_encoder.{name}": tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     return shapes
 
 
 def _codec_tensors(codec: dict[str, Any]) -> Shapes:
-    import msgspec
+    from transformers import MimiConfig, MimiModel
 
     from triton_omni.backends.pipelines.qwen3_tts.code2wav import CodecFacts, TtsCodec
 
+    shapes: Shapes = {}
+    encoder = MimiModel(MimiConfig(**{k: v for k, v in codec["encoder_config"].items() if k != "model_type"}))
+    for name, tensor in encoder.state_dict().items():
+        if not name.startswith(("upsample.", "decoder_transformer.", "decoder.")):
+            shapes[f"encoder.{name}"] = tuple(tensor.shape)
     facts = codec["decoder_config"]
     width, inner = facts["codebook_dim"], facts["codebook_dim"] // 2
-    shapes: Shapes = {}
     for name, tensor in TtsCodec(msgspec.convert(facts, CodecFacts)).state_dict().items():
         if name != "codebooks":
             place = "pre_transformer." if name.startswith(("input_proj", "output_proj")) else ""

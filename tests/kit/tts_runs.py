@@ -6,10 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.kit.gpu_devices import BUILD
 from tests.kit.tts_reference import FRAMES, Speech
 from triton_omni.backends.core.engine import Engine
-from triton_omni.backends.core.generate import GenerateRequest, Sampling, SpeechParams
+from triton_omni.backends.core.generate import GenerateRequest, Message, Part, Sampling, SpeechParams
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.qwen3_tts.pipeline import PIPELINE
 
@@ -22,6 +24,24 @@ SPOKEN = [
     Speech("Grüße, 你好!", "serena", "german", text_per_frame=True),
     Speech("x", "sohee", "korean"),
 ]
+
+
+TRANSCRIPT = "hello world this is"
+RATE_HZ = 24_000
+
+
+def recording(seconds: float = 2.3, seed: int = 3, rate_hz: int = RATE_HZ) -> np.ndarray:
+    """A swelling tone in noise, float32."""
+    samples = int(rate_hz * seconds)
+    tone = 0.3 * np.sin(2 * np.pi * 220 * np.arange(samples) / rate_hz) * np.linspace(0, 1, samples)
+    return (tone + 0.05 * np.random.default_rng(seed).standard_normal(samples)).astype(np.float32)
+
+
+def clone(speech: Speech, samples: np.ndarray, frames: int = FRAMES, rate_hz: int = RATE_HZ) -> GenerateRequest:
+    """The request in the voice of a recording, which the tensor `audio` brings."""
+    parts = [Part("audio", length=len(samples), sample_rate=rate_hz)]
+    parts += [Part("text", speech.transcript)] if speech.transcript else []
+    return request(speech, frames, messages=(Message("user", tuple(parts)),))
 
 
 def stage(name: str, folder: Path, device: str = "cpu", **more: Any) -> Any:

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be refused before any stage works, naming the field, whatever the checkpoint."""
+"""What can be refused before any stage works, naming the field: whatever the checkpoint, and by its config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple
 
+import msgspec
+
+from triton_omni.backends.config.paths import models_dir
 from triton_omni.backends.core.audio import check_rate
 from triton_omni.backends.core.errors import BadRequest
-from triton_omni.backends.core.generate import GenerateRequest, Part
+from triton_omni.backends.core.generate import GenerateRequest, Part, Sampling, stage_options
+from triton_omni.backends.pipelines.qwen3_tts.checkpoint import Kind, TtsFacts, read_facts
 
 MAX_INPUT_CHARS = 4096
 MAX_INSTRUCTIONS_CHARS = 500
@@ -22,6 +29,29 @@ LANGUAGE_CODES = {
 """ISO 639-1 → the checkpoint's name."""
 MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 """Texts that the model would read as the end of a turn."""
+
+TASK_TYPES: Mapping[str, Kind] = {"CustomVoice": "custom_voice", "VoiceDesign": "voice_design", "Base": "base"}
+"""Published names → names in config.json."""
+
+
+class TtsSampling(Sampling, frozen=True, omit_defaults=True):
+    """`stages.talker` of a request: sampling of the codes, and
+
+    text_per_frame  read one token of text per frame, instead of all before the first; None: as qwen-tts does, which is
+                    per frame for recordings and whole for others
+    task_type       kind of checkpoint that the client expects
+    """
+
+    text_per_frame: bool | None = None
+    task_type: Literal["CustomVoice", "VoiceDesign", "Base"] | None = None
+
+
+class SpeechChoice(NamedTuple):
+    """What a request chooses of a checkpoint: names of its config.json, a voice only where it has some."""
+
+    voice: str
+    language: str
+    text_per_frame: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +131,57 @@ def _check_recording(recording: Recording) -> None:
     for mark in MARKS:
         if mark in recording.transcript:
             raise BadRequest(f"the transcript must not contain '{mark}'", where)
+
+
+# --- by config.json ---------------------------------------------------------------------------------------------------
+def talker_options(request: GenerateRequest) -> TtsSampling:
+    """What a request says of the talker: its `sampling`, and `stages.talker` on top."""
+    given = msgspec.to_builtins(request.sampling) | request.stages.get("talker", {})
+    return stage_options(given, TtsSampling, "talker")
+
+
+def check_checkpoint(request: GenerateRequest, engine: Mapping[str, object]) -> None:
+    """The check of stage `talker`, in the orchestrator. Where the checkpoint lies on another machine, the talker says
+    the same a little later."""
+    file = Path(models_dir(), str(engine.get("model", "")), "config.json")
+    talker_options(request)
+    if file.is_file():
+        check_facts(request, _facts(file.parent, file.stat().st_mtime_ns))
+
+
+@lru_cache(maxsize=4)
+def _facts(folder: Path, written_ns: int) -> TtsFacts:
+    """Read again when the file is written again."""
+    return read_facts(folder)
+
+
+def check_facts(request: GenerateRequest, facts: TtsFacts) -> SpeechChoice:
+    """What the request chooses; raises BadRequest for what this checkpoint cannot serve."""
+    options, recording = talker_options(request), recording_of(request)
+    kind = facts.tts_model_type
+    name = next(name for name, value in TASK_TYPES.items() if value == kind)
+    if options.task_type not in (None, name):
+        raise BadRequest(f"this checkpoint is a {name} (got {options.task_type})", "stages.talker.task_type")
+    if kind == "base" and recording is None:
+        raise BadRequest("a Base checkpoint speaks in the voice of a recording: send one audio part", "messages")
+    if kind != "base" and recording is not None:
+        raise BadRequest(f"a {name} checkpoint takes no recording; a Base checkpoint does", "messages")
+    if request.speech.instructions and not facts.reads_instructions:
+        size = " of 0.6B" if kind == "custom_voice" else ""
+        raise BadRequest(f"a {name} checkpoint{size} follows no instructions", "speech.instructions")
+    if kind == "voice_design" and not request.speech.instructions.strip():
+        raise BadRequest("a VoiceDesign checkpoint needs a description of the voice", "speech.instructions")
+    language = language_name(request.speech.language, tuple(facts.talker_config.codec_language_id))
+    return SpeechChoice(_voice(request, facts), language, options.text_per_frame)
+
+
+def _voice(request: GenerateRequest, facts: TtsFacts) -> str:
+    voices, asked = facts.talker_config.spk_id, request.speech.voice
+    if facts.tts_model_type != "custom_voice":
+        if asked is not None:
+            raise BadRequest(f"this checkpoint has no voices of its own (got '{asked}')", "speech.voice")
+        return ""
+    voice = next(iter(voices)) if asked is None else asked.lower()
+    if voice not in voices:
+        raise BadRequest(f"unknown voice '{asked}'; available: {', '.join(sorted(voices))}", "speech.voice")
+    return voice

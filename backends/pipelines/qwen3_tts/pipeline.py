@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline `qwen3_tts`: talker → code2wav. Audio streams out of the last."""
+"""Pipeline `qwen3_tts`: voice → talker → code2wav. Audio streams out of the last; `voice` is for recordings alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from triton_omni.backends.config.paths import engine_python
 from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.engine import Engine
 from triton_omni.backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
-from triton_omni.backends.pipelines.qwen3_tts.checks import LANGUAGE_CODES, check
+from triton_omni.backends.pipelines.qwen3_tts.adapters import voice_input
+from triton_omni.backends.pipelines.qwen3_tts.checks import LANGUAGE_CODES, check, check_checkpoint
 
 
 def _environment(context: EngineContext) -> Mapping[str, str]:
     return worker_environment(context.options, context.device, engine_python().parent.parent)
+
+
+def _voice(context: EngineContext) -> Engine:
+    from triton_omni.backends.pipelines.qwen3_tts.voice import make_voice
+
+    return make_voice(context)
 
 
 def _talker(context: EngineContext) -> Engine:
@@ -31,15 +38,18 @@ def _code2wav(context: EngineContext) -> Engine:
 
 AUDIO = TensorSpec("audio", "float32", (-1,))
 CODES = TensorSpec("codes", "int16", (-1, -1))
+CONTEXT = TensorSpec("context", "int16", (-1, -1))
+VOICE = (TensorSpec("vector", "float32", (-1,)), TensorSpec("frames", "int16", (-1, -1)))
 SPEECH = ("speech.voice", "speech.language", "speech.instructions")
 
 PIPELINE = Pipeline(
     name="qwen3_tts",
     stages=(
-        Stage("talker", _talker, _environment, outputs=(CODES,), params=SPEECH),
+        Stage("voice", _voice, _environment, inputs=(AUDIO,), outputs=VOICE, media="audio"),
+        Stage("talker", _talker, _environment, outputs=(CONTEXT, CODES), params=SPEECH, check=check_checkpoint),
         Stage("code2wav", _code2wav, _environment, inputs=(CODES,), outputs=(AUDIO,)),
     ),
-    edges=(Edge("talker", "code2wav"),),
+    edges=(Edge("voice", "talker", voice_input), Edge("talker", "code2wav")),
     outputs=(Output("audio", "code2wav"),),
     operations=(Operation("speech", "talker", ("audio",)),),
     check=check,

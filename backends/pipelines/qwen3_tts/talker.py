@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 
-import msgspec
 import numpy as np
 from transformers import Qwen2Tokenizer
 
@@ -20,11 +19,16 @@ from triton_omni.backends.ar.frames import ConditioningUpdate, FrameEngine
 from triton_omni.backends.ar.options import checkpoint_folder, read_options
 from triton_omni.backends.core.engine import OptionsError, Run
 from triton_omni.backends.core.errors import BadRequest, StageFailed
-from triton_omni.backends.core.generate import GenerateRequest, Sampling, stage_options
 from triton_omni.backends.core.pipeline import EngineContext
 from triton_omni.backends.pipelines.qwen3_tts.adapters import VOICE_EDGE, VoiceInput
-from triton_omni.backends.pipelines.qwen3_tts.checkpoint import Kind, TtsFacts, read_facts
-from triton_omni.backends.pipelines.qwen3_tts.checks import Recording, language_name, recording_of
+from triton_omni.backends.pipelines.qwen3_tts.checkpoint import TtsFacts, read_facts
+from triton_omni.backends.pipelines.qwen3_tts.checks import (
+    Recording,
+    TtsSampling,
+    check_facts,
+    recording_of,
+    talker_options,
+)
 from triton_omni.backends.pipelines.qwen3_tts.network import ARCHITECTURE, TtsTalkerNetwork, talker_config
 from triton_omni.backends.pipelines.qwen3_tts.prompts import (
     ANSWER_END_TOKENS,
@@ -41,20 +45,6 @@ MIN_FRAMES = 2  # as qwen-tts 0.1.1: the end of speech is not sampled before
 FRAMES_PER_TOKEN, FEWEST_FRAMES = 40, 400
 """Bound of a run that never ends its speech: 3.2 s for each token of text, but 32 s are always allowed."""
 SAMPLES_PER_FRAME, SAMPLE_RATE_HZ = 1920, 24_000
-TASK_TYPES: Mapping[str, Kind] = {"CustomVoice": "custom_voice", "VoiceDesign": "voice_design", "Base": "base"}
-"""Published names → names in config.json."""
-
-
-class TtsSampling(Sampling, frozen=True, omit_defaults=True):
-    """`stages.talker` of a request: sampling of the codes, and
-
-    text_per_frame  read one token of text per frame, instead of all before the first; None: as qwen-tts does, which is
-                    per frame for recordings and whole for others
-    task_type       kind of checkpoint that the client expects
-    """
-
-    text_per_frame: bool | None = None
-    task_type: Literal["CustomVoice", "VoiceDesign", "Base"] | None = None
 
 
 class TextTokenizer(Protocol):
@@ -88,18 +78,13 @@ class TtsTalker:
             raise OptionsError(f"model '{folder}': its tokenizer does not know the ids of its config.json (got {ids})")
 
     def sampling_of(self, run: Run, stage: str) -> TtsSampling:
-        given = msgspec.to_builtins(run.request.sampling) | run.options(stage)
-        return stage_options(given, TtsSampling, stage)
+        return talker_options(run.request)
 
     def conditioning(self, run: Run, context_length: int) -> TtsConditioning:
         """Raises BadRequest for what this checkpoint cannot serve."""
-        request, options = run.request, self.sampling_of(run, "talker")
-        recording = recording_of(request)
-        self._check_kind(request, recording, options)
-        voice = self._voice(request)
-        language = language_name(request.speech.language, tuple(self.facts.talker_config.codec_language_id))
+        request, recording = run.request, recording_of(run.request)
+        voice, language, per_frame = check_facts(request, self.facts)
         tokens = self.tokens(request.input, recording.transcript if recording else "", request.speech.instructions)
-        per_frame = options.text_per_frame
         whole = self.facts.tts_model_type != "base" if per_frame is None else not per_frame
         frames = _frames_of(recording) if recording is not None and recording.transcript else 0
         needed = prompt_length(tokens, frames, whole) + MIN_FRAMES
@@ -120,33 +105,6 @@ class TtsTalker:
         return SpokenTokens(
             answer[:HEADER_TOKENS], answer[HEADER_TOKENS:-ANSWER_END_TOKENS], said[HEADER_TOKENS:-TURN_END_TOKENS], how
         )
-
-    def _check_kind(self, request: GenerateRequest, recording: Recording | None, options: TtsSampling) -> None:
-        kind = self.facts.tts_model_type
-        name = next(name for name, value in TASK_TYPES.items() if value == kind)
-        if options.task_type not in (None, name):
-            raise BadRequest(f"this checkpoint is a {name} (got {options.task_type})", "stages.talker.task_type")
-        if kind == "base" and recording is None:
-            raise BadRequest("a Base checkpoint speaks in the voice of a recording: send one audio part", "messages")
-        if kind != "base" and recording is not None:
-            raise BadRequest(f"a {name} checkpoint takes no recording; a Base checkpoint does", "messages")
-        if request.speech.instructions and not self.facts.reads_instructions:
-            size = " of 0.6B" if kind == "custom_voice" else ""
-            raise BadRequest(f"a {name} checkpoint{size} follows no instructions", "speech.instructions")
-        if kind == "voice_design" and not request.speech.instructions.strip():
-            raise BadRequest("a VoiceDesign checkpoint needs a description of the voice", "speech.instructions")
-
-    def _voice(self, request: GenerateRequest) -> str:
-        """The checkpoint's name of the voice; empty for one without voices."""
-        voices, asked = self.facts.talker_config.spk_id, request.speech.voice
-        if self.facts.tts_model_type != "custom_voice":
-            if asked is not None:
-                raise BadRequest(f"this checkpoint has no voices of its own (got '{asked}')", "speech.voice")
-            return ""
-        voice = next(iter(voices)) if asked is None else asked.lower()
-        if voice not in voices:
-            raise BadRequest(f"unknown voice '{asked}'; available: {', '.join(sorted(voices))}", "speech.voice")
-        return voice
 
 
 def _frames_of(recording: Recording) -> int:
