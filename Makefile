@@ -26,7 +26,7 @@ AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AV
 # targets that start from the engine environment: say what to do where it is missing
 HAS_ENGINE = @test -x $(ENGINE)/python || { echo '$@: no engine environment in $(OMNI_HOME); next: make setup'; exit 1; }
 
-.PHONY: help setup serve demo test bytes test-all check doctor lint unit test-soak chaos test-gpu repository perf bench bench-smoke clean
+.PHONY: help setup serve demo test bytes test-all check doctor lint unit test-soak chaos test-gpu repository perf bench bench-smoke qwen-tts clean
 
 help: ## show this list
 	@echo "Triton-Omni: make TARGET"
@@ -69,7 +69,11 @@ test: setup lint ## set-up, style, types and all tests but chaos, soak and GPU (
 bytes: ## tests that promise equal bytes, with the kernels of a CPU without AVX-512 (part of test)
 	@$(AVX2) $(PYTEST) -q -m "bytes_exact and not soak and not gpu" $(TESTS)
 
-test-all: test chaos test-soak ## everything that needs no GPU (about 2 hours)
+qwen-tts: setup ## put qwen-tts beside the engine environment, for the tests that compare with it (part of test-all)
+	@$(ENGINE)/python -m pip install -q $(PIP_ARGS) --no-deps --upgrade --target $(OMNI_HOME)/qwen-tts \
+		-r tests/reference/requirements-qwen-tts.txt
+
+test-all: qwen-tts test chaos test-soak ## everything that needs no GPU (about 2 hours)
 	@echo 'test-all: passed; with a GPU, next: make test-gpu'
 
 test-soak: setup ## long runs: ten thousand random requests, an hour of soak (its numbers in out/soak.json)

@@ -18,7 +18,7 @@ import numpy as np
 
 from triton_omni.backends.codec.decoder import Decoder, Window
 from triton_omni.backends.core.chunk import Chunk, Tensor
-from triton_omni.backends.core.engine import EngineEvent, EngineFinished, EngineOutput, Run
+from triton_omni.backends.core.engine import EngineChunk, EngineEvent, EngineFinished, EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.generate import stage_options
 from triton_omni.backends.core.outputs import AudioPiece, WordsPiece, WordTime
@@ -165,8 +165,10 @@ class CodecEngine:
                 continue
             if run.state.words and (words := run.state.words_before(self._decoded_s(run.state))).words:
                 events.append(EngineOutput(run, words))
-            piece = AudioPiece(self.decoder.sample_rate_hz, len(audio))
-            events.append(EngineOutput(run, piece, (Tensor.of("audio", audio),)))
+            piece, tensors = AudioPiece(self.decoder.sample_rate_hz, len(audio)), (Tensor.of("audio", audio),)
+            events.append(EngineOutput(run, piece, tensors))
+            if run.feeds:
+                events.append(EngineChunk(run, tensors))
         for run in runs:
             self._runs.remove(run)
             state: DecodeRunState = run.state

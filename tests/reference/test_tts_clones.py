@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -57,7 +58,7 @@ def test_codes_of_a_recording_are_those_of_mimi(folder):
     file = folder / "speech_tokenizer"
     facts = json.loads((file / "config.json").read_text(encoding="utf-8"))["encoder_config"]
     facts["sliding_window"] = 8000  # everything before, as in the transformers that the model was trained with
-    model = MimiModel(MimiConfig(**{k: v for k, v in facts.items() if k != "model_type"})).eval()
+    model: Any = MimiModel(MimiConfig(**{k: v for k, v in facts.items() if k != "model_type"})).eval()
     tensors = load_file(file / "model.safetensors")
     own = {name.removeprefix("encoder."): t for name, t in tensors.items() if name.startswith("encoder.")}
     assert not model.load_state_dict(own, strict=False).unexpected_keys

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import yaml
@@ -25,10 +26,11 @@ from tests.kit.server_calls import wait_until_idle
 from tests.kit.triton_server import RunningServer, running_server
 from tests.kit.tts_reference import FRAMES
 from triton_omni import Client
-from triton_omni.backends.wire import GenerateRequest
+from triton_omni.backends.wire import GenerateRequest, Sampling, WordsPiece
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(240)]
 SAME, PCM16 = 1e-5, 1 / 32767
+MAX_WORDS_S = 2.0  # 29 frames are longer
 DEPLOY = Path(__file__).resolve().parents[2] / "backends" / "pipelines" / "qwen3_tts" / "deploy-cpu.yaml"
 
 
@@ -62,11 +64,21 @@ def spoken(checkpoint) -> list[tuple[GenerateRequest, np.ndarray]]:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint, tmp_path_factory):
+def aligner(tmp_path_factory):
+    from tests.kit.tiny_aligner import tiny_aligner
+
+    folder = tmp_path_factory.mktemp("tiny_aligner")
+    tiny_aligner(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, aligner, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tts")
     deploy = yaml.safe_load(DEPLOY.read_text(encoding="utf-8"))
     for stage in deploy["stages"].values():
         stage["engine"]["model"] = str(checkpoint)
+    deploy["stages"]["aligner"]["engine"] = {"model": str(aligner), "max_audio_s": MAX_WORDS_S}
     deploy["stages"]["talker"]["engine"] |= {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 512}
     deploy["stages"]["talker"]["engine"]["sampling"] = {"temperature": 0.0, "max_tokens": FRAMES}
     file = folder / "deploy.yaml"
@@ -125,6 +137,31 @@ def test_alone_and_joining_the_audio_is_that_of_plain_torch(client: Client, spok
             assert audio.shape == wave.shape and np.abs(audio - wave).max() <= SAME
     request, wave = spoken[0]
     assert np.abs(audio_of(client, request) - wave).max() <= SAME
+
+
+def test_words_come_behind_the_audio_and_cost_none_of_it(client: Client, server: RunningServer, spoken: Any) -> None:
+    """Short speech gets them; for speech that is too long the aligner fails, and the request completes without."""
+    for frames, has_words in ((20, True), (FRAMES, False)):
+        request, wave = spoken[0]
+        given = msgspec.structs.replace(
+            request, modalities=("audio", "words"), sampling=Sampling(temperature=0.0, max_tokens=frames)
+        )
+        pieces = list(client.generate("qwen3_tts", given, timeout_s=120))
+        kinds = [piece.event.type for piece in pieces if piece.event.type in ("audio", "words", "end")]
+        assert kinds == ["audio"] * kinds.count("audio") + ["words"] * has_words + ["end"]
+        audio = np.concatenate([piece.audio for piece in pieces if piece.audio is not None])
+        assert len(audio) == (frames - 1) * 1920 and np.abs(audio - wave[: len(audio)]).max() <= SAME
+        end = pieces[-1].event
+        assert end.outcome == "completed" and list(end.missing) == ([] if has_words else ["words"])
+        if has_words:
+            found = pieces[-2].event.piece
+            assert isinstance(found, WordsPiece)
+            assert [word.word for word in found.words] == ["Hello", "there", "this", "is", "a", "test"]
+            times = [t for word in found.words for t in (word.start_s, word.end_s)]
+            assert times == sorted(times) and times[-1] <= len(audio) / 24_000
+        else:
+            assert "at most 2 s to get times of words" in end.missing["words"]
+    wait_until_idle(server, "qwen3_tts", timeout_s=20.0)
 
 
 def test_speech_through_the_proxy(server: RunningServer, spoken: Any) -> None:

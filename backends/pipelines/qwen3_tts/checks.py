@@ -90,12 +90,16 @@ def language_name(language: str | None, known: Sequence[str]) -> str:
 
     Raises BadRequest naming what there is.
     """
-    name = (language or "auto").lower()
-    name = LANGUAGE_CODES.get(name.partition("-")[0], name)
+    name = _full_name(language)
     if name != "auto" and name not in known:
         available = ", ".join(["auto", *known])
         raise BadRequest(f"unknown language '{language}'; available: {available}", "speech.language")
     return name
+
+
+def _full_name(language: str | None) -> str:
+    name = (language or "auto").lower()
+    return LANGUAGE_CODES.get(name.partition("-")[0], name)
 
 
 def check(request: GenerateRequest) -> None:
@@ -131,6 +135,19 @@ def _check_recording(recording: Recording) -> None:
     for mark in MARKS:
         if mark in recording.transcript:
             raise BadRequest(f"the transcript must not contain '{mark}'", where)
+
+
+NEED_SEGMENTERS = ("japanese", "korean")
+"""Written without spaces: the aligner's words come of packages that are not installed."""
+
+
+def check_words(request: GenerateRequest, engine: Mapping[str, object]) -> None:
+    """The check of stage `aligner`, which is needed only for words."""
+    if not engine.get("model"):
+        raise BadRequest("this deployment has no aligner: it cannot tell the times of words", "modalities")
+    language = _full_name(request.speech.language)
+    if language in NEED_SEGMENTERS:
+        raise BadRequest(f"times of words are not made for {language}", "modalities")
 
 
 # --- by config.json ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline `qwen3_tts`: voice → talker → code2wav. Audio streams out of the last; `voice` is for recordings alone."""
+"""Pipeline `qwen3_tts`: voice → talker → code2wav → aligner. Audio streams out of code2wav; `voice` is for recordings
+alone, `aligner` for the times of words."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from triton_omni.backends.config.paths import engine_python
 from triton_omni.backends.core.chunk import TensorSpec
 from triton_omni.backends.core.engine import Engine
 from triton_omni.backends.core.pipeline import Edge, EngineContext, Operation, Output, Pipeline, Stage
-from triton_omni.backends.pipelines.qwen3_tts.adapters import voice_input
-from triton_omni.backends.pipelines.qwen3_tts.checks import LANGUAGE_CODES, check, check_checkpoint
+from triton_omni.backends.pipelines.qwen3_tts.adapters import samples_of, voice_input
+from triton_omni.backends.pipelines.qwen3_tts.checks import LANGUAGE_CODES, check, check_checkpoint, check_words
 
 
 def _environment(context: EngineContext) -> Mapping[str, str]:
@@ -36,6 +37,12 @@ def _code2wav(context: EngineContext) -> Engine:
     return make_code2wav(context)
 
 
+def _aligner(context: EngineContext) -> Engine:
+    from triton_omni.backends.pipelines.qwen3_tts.aligner import make_aligner
+
+    return make_aligner(context)
+
+
 AUDIO = TensorSpec("audio", "float32", (-1,))
 CODES = TensorSpec("codes", "int16", (-1, -1))
 CONTEXT = TensorSpec("context", "int16", (-1, -1))
@@ -48,9 +55,10 @@ PIPELINE = Pipeline(
         Stage("voice", _voice, _environment, inputs=(AUDIO,), outputs=VOICE, media="audio"),
         Stage("talker", _talker, _environment, outputs=(CONTEXT, CODES), params=SPEECH, check=check_checkpoint),
         Stage("code2wav", _code2wav, _environment, inputs=(CODES,), outputs=(AUDIO,)),
+        Stage("aligner", _aligner, _environment, check=check_words),
     ),
-    edges=(Edge("voice", "talker", voice_input), Edge("talker", "code2wav")),
-    outputs=(Output("audio", "code2wav"),),
+    edges=(Edge("voice", "talker", voice_input), Edge("talker", "code2wav"), Edge("code2wav", "aligner", samples_of)),
+    outputs=(Output("words", "aligner", optional=True), Output("audio", "code2wav")),
     operations=(Operation("speech", "talker", ("audio",)),),
     check=check,
     about={

@@ -13,7 +13,7 @@ from tests.kit import engine_driver as drive
 from triton_omni.backends.codec.decoder import Window
 from triton_omni.backends.codec.engine import CodecEngine, CodecOptions
 from triton_omni.backends.core.chunk import Chunk, Tensor
-from triton_omni.backends.core.engine import EngineOutput, Run
+from triton_omni.backends.core.engine import EngineChunk, EngineOutput, Run
 from triton_omni.backends.core.errors import BadRequest, StageFailed
 from triton_omni.backends.core.generate import GenerateRequest
 
@@ -60,7 +60,9 @@ def frames(count: int, seed: int = 0) -> np.ndarray:
 
 
 def fed_run(**stages: Any) -> Run:
-    return drive.new_run(GenerateRequest(stages=stages), upstream={"talker"})
+    run = drive.new_run(GenerateRequest(stages=stages), upstream={"talker"})
+    run.feeds = False  # its audio goes to the client alone
+    return run
 
 
 def whole(codes: np.ndarray) -> np.ndarray:
@@ -101,6 +103,33 @@ def test_a_request_may_choose_its_chunks_without_another_result(first: int, late
     np.testing.assert_array_equal(drive.audio(events), whole(codes))
     sizes = [e.tensors[0].spec.shape[0] // HOP for e in events if isinstance(e, EngineOutput)]
     assert sizes[0] == min(first, 40) and all(size == later for size in sizes[1:-1])
+
+
+def test_a_consumer_gets_the_samples_that_the_client_gets() -> None:
+    run = fed_run()
+    run.feeds = True
+    events = drive.run_with(engine(), run, [drive.codes_chunk(frames(40))])
+    chunks = [event.tensors[0].data for event in events if isinstance(event, EngineChunk)]
+    np.testing.assert_array_equal(np.concatenate(chunks), drive.audio(events))
+
+
+@pytest.mark.parametrize("count", [1, 24, 25, 60])
+def test_the_audio_goes_on_from_a_context_that_is_not_sent(count: int) -> None:
+    codes = frames(count + 40)
+    context = Chunk(b"", "talker->code2wav", tensors=(Tensor.of("context", codes[:count]),))
+    events = drive.run_with(engine(), fed_run(), [context, drive.codes_chunk(codes[count:])])
+    np.testing.assert_array_equal(drive.audio(events), whole(codes)[count * HOP :])
+    assert drive.end(events).usage == {"audio_samples": 40 * HOP}
+    sizes = [e.tensors[0].spec.shape[0] // HOP for e in events if isinstance(e, EngineOutput)]
+    assert sizes == [10, 25, 5], "the context is not counted in the chunks"
+
+
+def test_a_context_behind_codes_fails_the_run() -> None:
+    codec, run = engine(), fed_run()
+    codec.open(run)
+    codec.feed(run, drive.codes_chunk(frames(1)), last=False)
+    with pytest.raises(StageFailed, match="'context' came behind other frames"):
+        codec.feed(run, Chunk(b"", "talker", tensors=(Tensor.of("context", frames(1)),)), last=False)
 
 
 def test_a_ramp_makes_chunks_grow() -> None:
