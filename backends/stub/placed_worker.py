@@ -80,9 +80,10 @@ class Placer:
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            with contextlib.suppress(ValueError):  # what is no JSON is a library's print
-                self._hub.post(partial(self._on_message, json.loads(line)))
+        with process.stdout as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError):  # what is no JSON is a library's print
+                    self._hub.post(partial(self._on_message, json.loads(line)))
 
     def _wait(self, process: subprocess.Popen[str]) -> None:
         code = process.wait()
@@ -95,6 +96,9 @@ class Placer:
 
     def _on_end(self, process: subprocess.Popen[str], code: int) -> None:
         """Placed workers go on; others are asked for again."""
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # an order was left in it
+            process.stdin.close()
         if self._process is process:
             log.error("the placer has ended with code %d", code)
             self._process, self._start_again_s = None, time.monotonic() + RESTART_PAUSE_S

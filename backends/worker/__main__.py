@@ -9,6 +9,7 @@ and exits.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import logging
 import os
@@ -69,12 +70,12 @@ def main() -> int:
         stub = hub.adopt(sock)
     else:
         folder = Path(tempfile.mkdtemp(prefix="triton-omni-worker-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         try:
             hub = _hub(name, folder / "worker.sock", args)
             stub = _join(hub, args.stub, args.name, folder)
         except (OSError, ValueError) as error:  # PeerLost too: no such stub, or it refused
             log.error("cannot join %s: %s", args.stub, error)
-            shutil.rmtree(folder, ignore_errors=True)
             return 1
     try:
         pipeline = load(args.pipeline)

@@ -11,8 +11,10 @@ import contextlib
 import os
 import queue
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -234,6 +236,7 @@ class ToyHosts:
         placer: Sequence[str] = deploy.pop("placer", ())
         demand: Mapping[str, Any] = deploy.pop("demand", {})
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
+        self.scratch = tempfile.mkdtemp(prefix="omni-hosts-")  # TMPDIR of workers that join: paths of sockets are short
         self.stubs = {
             stage: StubThread(stage, folder, links, stage in placed, placer, demand, **deploy) for stage in STAGES
         }
@@ -257,8 +260,8 @@ class ToyHosts:
         stub = self.stubs[stage]
         stub.lost.clear()
         words = [sys.executable if word == "python" else word for word in shlex.split(stub.command)]
-        variables = {TOKEN_VARIABLE: token} if token else {}
-        self.workers[stage] = subprocess.Popen([*prefix, *words], env=os.environ | variables, cwd=ROOT)
+        environment = os.environ | {"TMPDIR": self.scratch} | ({TOKEN_VARIABLE: token} if token else {})
+        self.workers[stage] = subprocess.Popen([*prefix, *words], env=environment, cwd=ROOT)
         self.wait_ready(stage, wait_s)
         return self.workers[stage]
 
@@ -296,6 +299,7 @@ class ToyHosts:
         for worker in self.workers.values():
             worker.kill()
             worker.wait(10)
+        shutil.rmtree(self.scratch)
 
 
 @contextlib.contextmanager

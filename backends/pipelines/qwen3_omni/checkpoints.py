@@ -35,10 +35,14 @@ def config_of(model: str) -> PreTrainedConfig:
 
 def speaking_config(context: EngineContext) -> PreTrainedConfig:
     """The same for a stage of the voice; raises OptionsError for a checkpoint without one."""
-    config = omni_config(context)
+    return require_speech(omni_config(context), context.stage)
+
+
+def require_speech(config: PreTrainedConfig, stage: str) -> PreTrainedConfig:
+    """The config; raises OptionsError if the checkpoint has no voice."""
     if not config.enable_audio_output:
         raise OptionsError(
-            f"stage '{context.stage}': the checkpoint does not speak (enable_audio_output is false); the pipeline "
+            f"stage '{stage}': the checkpoint does not speak (enable_audio_output is false); the pipeline "
             "qwen3_omni_text serves it"
         )
     return config

@@ -15,7 +15,7 @@ from triton_omni.backends.ar.options import checkpoint_folder
 from triton_omni.backends.codec.engine import CodecEngine
 from triton_omni.backends.codec.streaming import streaming_engine, tensors_of
 from triton_omni.backends.core.pipeline import EngineContext
-from triton_omni.backends.pipelines.qwen3_omni.checkpoints import config_of
+from triton_omni.backends.pipelines.qwen3_omni.checkpoints import config_of, require_speech
 
 
 def make_code2wav(context: EngineContext) -> CodecEngine:
@@ -25,6 +25,7 @@ def make_code2wav(context: EngineContext) -> CodecEngine:
 
 def _load(model: str, models_dir: str) -> Any:
     folder = checkpoint_folder(model, models_dir)
-    network: Any = Qwen3OmniMoeCode2Wav._from_config(config_of(str(folder)).code2wav_config)
+    config = require_speech(config_of(str(folder)), "code2wav")
+    network: Any = Qwen3OmniMoeCode2Wav._from_config(config.code2wav_config)
     network.load_state_dict(tensors_of(folder, "code2wav."))
     return network
