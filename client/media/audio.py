@@ -13,9 +13,11 @@ from triton_omni.media.ffmpeg import opened
 from triton_omni.media.limits import SPEECH_HZ, MediaError
 
 
-def decode_audio(data: bytes) -> np.ndarray:
-    """First audio track of a file, (samples,) float32 in -1..1, mono, at SPEECH_HZ. Raises MediaError."""
-    resampler = av.AudioResampler("s32", "mono", SPEECH_HZ)  # integers: a mix of channels never exceeds full scale
+def decode_audio(data: bytes, rate_hz: int = SPEECH_HZ, max_s: float | None = None) -> np.ndarray:
+    """First audio track of a file, (samples,) float32 in -1..1, mono, at `rate_hz`; at most MAX_SPEECH_S or
+    `max_s` long. Raises MediaError."""
+    resampler = av.AudioResampler("s32", "mono", rate_hz)  # integers: a mix of channels never exceeds full scale
+    most_s = limits.MAX_SPEECH_S if max_s is None else max_s
     pieces: list[np.ndarray] = []
     samples = 0
     with opened(data, "audio") as container:
@@ -24,8 +26,8 @@ def decode_audio(data: bytes) -> np.ndarray:
                 _check_finite(frame)
             resampled = [f.to_ndarray().reshape(-1) for f in resampler.resample(frame)]
             samples += sum(len(piece) for piece in resampled)
-            if samples > limits.MAX_SPEECH_S * SPEECH_HZ:
-                raise MediaError(f"Audio must be at most {limits.MAX_SPEECH_S} seconds long.")
+            if samples > most_s * rate_hz:
+                raise MediaError(f"Audio must be at most {most_s:g} seconds long.")
             pieces += resampled
     if not samples:
         raise MediaError("The audio is empty.")

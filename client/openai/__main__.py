@@ -46,6 +46,8 @@ def arguments() -> argparse.ArgumentParser:
         "--voice-alias", action="append", default=[], metavar="ALIAS=VOICE",
         help="a further name of a voice, e.g. alloy=heart; may be repeated",
     )  # fmt: skip
+    add("--voices", type=Path, metavar="FOLDER", help="clients may upload voices, which are kept here")
+    add("--require-voice-consent", action="store_true", help="an uploaded voice needs an uploaded consent")
     add("--lenient", action="store_true", help="drop unknown parameters and name them in x-ignored-parameters")
     add("--api-keys", type=Path, metavar="FILE", help="keys with limits (docs/security.md); read again on SIGHUP")
     add("--insecure", action="store_true", help="listen on other addresses than this machine's own without any key")
@@ -102,6 +104,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
         max_priority=options.max_priority,
         max_total_s=options.max_total_s,
         is_public=not is_local,
+        voices=options.voices,
+        needs_consent=options.require_voice_consent,
     )
 
 

@@ -383,8 +383,8 @@ def _others() -> Iterator[Call]:
         yield Call("get", {"path": path}, 404, "unknown_url")
     for path in ("/chat/completions", "/completions", "/responses", "/embeddings", "/images/generations"):
         yield Call("get", {"path": path}, 405, "method_not_allowed")
-    for path in ("/models", "/audio/voices"):
-        yield Call("post", {"path": path, "body": {}}, 405, "method_not_allowed")
+    yield Call("post", {"path": "/models", "body": {}}, 405, "method_not_allowed")
+    yield Call("post", {"path": "/audio/voices", "body": {}}, 403, "uploads_disabled", kind="permission_error")
     for path in ("/chat/completions", "/completions", "/responses", "/embeddings", "/audio/speech"):
         yield Call("post", {"path": path, "body": [1]}, 400, "invalid_json")
         yield Call("post", {"path": path, "body": {"model": "x"}}, 400, MISSING, _FIRST[path])

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from triton_omni.openai.endpoints.chat_answer import ChatCompletion, ChunkStream, Head
 from triton_omni.openai.endpoints.chat_request import read_chat
 from triton_omni.openai.endpoints.schemas import ChatBody
+from triton_omni.openai.endpoints.voices import check_is_no_upload
 from triton_omni.openai.http import sse
 from triton_omni.openai.http.bodies import read_json
 from triton_omni.openai.http.calls import open_pieces
@@ -24,7 +25,10 @@ async def complete(request: Request) -> Response:
     """Answer a chat with text, audio and its transcript, or images; at once or as a stream."""
     context = context_of(request)
     services = context.services
-    call = await read_chat(await read_json(request, ChatBody), context)
+    body = await read_json(request, ChatBody)
+    if body.audio is not None:
+        await check_is_no_upload(context, body.audio.voice, body.model, "audio.voice")
+    call = await read_chat(body, context)
     head = Head(f"chatcmpl-{context.request_id}", int(time.time()), call.call.model)
     pieces = await open_pieces(context, call.call)
     if not call.is_stream:

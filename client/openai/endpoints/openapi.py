@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -22,10 +23,13 @@ BODIES: dict[str, type[Strict]] = {
     "/v1/embeddings": schemas.EmbeddingBody,
     "/v1/audio/speech": schemas.SpeechBody,
     "/dev/captioned_speech": schemas.CaptionedSpeechBody,
+    "/v1/audio/voice_consents/{name}": schemas.ConsentNameBody,
     "/v1/images/generations": schemas.ImageBody,
 }
 FORMS: dict[str, tuple[type[Strict], Json]] = {
     "/v1/audio/transcriptions": (schemas.TranscriptionBody, {"file": {"type": "string", "format": "binary"}}),
+    "/v1/audio/voices": (schemas.VoiceBody, {"audio_sample": {"type": "string", "format": "binary"}}),
+    "/v1/audio/voice_consents": (schemas.ConsentBody, {"recording": {"type": "string", "format": "binary"}}),
     "/v1/images/edits": (
         schemas.EditBody,
         {
@@ -34,7 +38,23 @@ FORMS: dict[str, tuple[type[Strict], Json]] = {
         },
     ),
 }
-LISTS = ("/v1/models", "/v1/audio/models", "/v1/audio/voices", "/v1/events", "/health", "/metrics", "/openapi.json")
+ITEMS = {
+    "/v1/models/{model}": ("get",),
+    "/v1/responses/{response}": ("get", "delete"),
+    "/v1/audio/voices/{name}": ("get", "delete"),
+    "/v1/audio/voice_consents/{name}": ("get", "delete"),
+}
+"""Paths with a name in them → their methods without a body."""
+LISTS = (
+    "/v1/audio/voice_consents",
+    "/v1/models",
+    "/v1/audio/models",
+    "/v1/audio/voices",
+    "/v1/events",
+    "/health",
+    "/metrics",
+    "/openapi.json",
+)
 REF = "#/components/schemas/"
 ERROR: Json = {
     "type": "object",
@@ -74,18 +94,26 @@ def document() -> bytes:
     value: Json = {
         "openapi": "3.1.0",
         "info": {"title": "Triton-Omni", "version": "1", "description": "OpenAI's API over pipelines in Triton."},
-        "paths": {
-            **{path: {"post": _operation(media, kind)} for media, path, kind in bodies},
-            **{path: {"get": _operation()} for path in LISTS},
-            "/v1/models/{model}": {"get": {**_operation(), "parameters": [_in_path("model")]}},
-            "/v1/responses/{response}": {
-                method: {**_operation(), "parameters": [_in_path("response")]} for method in ("get", "delete")
-            },
-        },
+        "paths": _paths(bodies),
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def _paths(bodies: Iterable[tuple[str, str, type[Strict]]]) -> Json:
+    paths: dict[str, Json] = {}
+    for media, path, kind in bodies:
+        paths.setdefault(path, {})["post"] = _operation(media, kind)
+    for path in LISTS:
+        paths.setdefault(path, {})["get"] = _operation()
+    for path, methods in ITEMS.items():
+        for method in methods:
+            paths.setdefault(path, {})[method] = _operation()
+    for path, operations in paths.items():
+        for operation in operations.values() if "{" in path else ():
+            operation["parameters"] = [_in_path(path.partition("{")[2].partition("}")[0])]
+    return paths
 
 
 def _in_path(name: str) -> Json:

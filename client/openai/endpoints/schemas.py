@@ -217,6 +217,32 @@ class VoiceId(Strict, kw_only=True):
     id: Annotated[str, Meta(min_length=1, max_length=200)]
 
 
+RecordingName = Annotated[str, Meta(pattern=r"^[^\s/\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]{0,63}$")]
+Transcript = Annotated[str, Meta(max_length=1000)]
+
+
+class VoiceBody(Strict, kw_only=True):
+    """POST /v1/audio/voices, beside the file"""
+
+    name: RecordingName
+    consent: Annotated[str, Meta(max_length=200)] | None = None
+    ref_text: Transcript | None = None
+    speaker_description: Transcript | None = None
+
+
+class ConsentBody(Strict, kw_only=True):
+    """POST /v1/audio/voice_consents, beside the file"""
+
+    name: RecordingName
+    language: Annotated[str, Meta(min_length=2, max_length=35)]
+
+
+class ConsentNameBody(Strict, kw_only=True):
+    """POST /v1/audio/voice_consents/{consent}"""
+
+    name: RecordingName
+
+
 VoiceName = Annotated[str, Meta(min_length=1, max_length=200)] | VoiceId
 
 
@@ -474,7 +500,10 @@ class SpeechBody(_JsonBody, kw_only=True):
 
     ignored_fields: ClassVar[Names] = _JsonBody.ignored_fields | {"stream"}
     input: Annotated[str, Meta(max_length=MAX_INPUT_CHARS)]
-    voice: VoiceName
+    voice: VoiceName | None = None
+    ref_audio: Annotated[Url, Meta(description="a URL, a data URL or base64")] | None = None
+    ref_text: Transcript | None = None
+    x_vector_only_mode: bool | None = None
     response_format: AudioFileFormat | Literal["pcm"] | None = None
     stream_format: Literal["audio", "sse"] | None = None
     instructions: Annotated[str, Meta(max_length=MAX_INPUT_CHARS)] | None = None

@@ -11,15 +11,27 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from triton_omni.backends.wire import AudioPiece, Deadlines, GenerateRequest, SpeechParams, WordsPiece, WordTime
+from triton_omni.backends.wire import (
+    AudioPiece,
+    Deadlines,
+    GenerateRequest,
+    Message,
+    Part,
+    SpeechParams,
+    WordsPiece,
+    WordTime,
+)
+from triton_omni.media import Media
 from triton_omni.openai.endpoints.chat_answer import usage_of
 from triton_omni.openai.endpoints.chat_request import name_of
 from triton_omni.openai.endpoints.schemas import CaptionedSpeechBody, Json, SpeechBody, SpeechStreamConfig
+from triton_omni.openai.endpoints.voices import VoiceSample, sample_of
 from triton_omni.openai.http import sse
 from triton_omni.openai.http.bodies import read_json
 from triton_omni.openai.http.calls import BackendCall, BrokenOff, PieceStream, open_pieces
-from triton_omni.openai.http.context import Services, context_of
+from triton_omni.openai.http.context import RequestContext, context_of
 from triton_omni.openai.http.errors import ApiError, invalid, missing, unsupported
+from triton_omni.openai.http.recordings import RECORDING_HZ
 from triton_omni.openai.media import audio
 from triton_omni.pieces import Piece
 
@@ -32,7 +44,7 @@ async def speak(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, SpeechBody)
     file_format = body.response_format or "mp3"
-    pieces = await open_pieces(context, speech_call(body, context.services))
+    pieces = await open_pieces(context, await speech_call(body, context))
     writer = SpeechWriter(file_format, with_words=body.with_words)
     if body.stream_format == "sse":
         await pieces.begin()
@@ -48,7 +60,7 @@ async def speak_captioned(request: Request) -> Response:
     """Speak a text with the times of its words, a line of JSON per piece of audio, or one with all of it."""
     context = context_of(request)
     body = await read_json(request, CaptionedSpeechBody)
-    pieces = await open_pieces(context, speech_call(body, context.services))
+    pieces = await open_pieces(context, await speech_call(body, context))
     writer = SpeechWriter(body.response_format or "mp3", with_words=body.with_words)
     if body.stream is not False:
         await pieces.begin()
@@ -57,20 +69,25 @@ async def speak_captioned(request: Request) -> Response:
     return Response(writer.caption(data, writer.words), media_type="application/json")
 
 
-def speech_call(body: SpeechBody | CaptionedSpeechBody | SpeechStreamConfig, services: Services) -> BackendCall:
+async def speech_call(
+    body: SpeechBody | CaptionedSpeechBody | SpeechStreamConfig, context: RequestContext
+) -> BackendCall:
     """The call. Raises ApiError naming the parameter."""
-    text = "" if isinstance(body, SpeechStreamConfig) else body.input
-    if not text.strip() and not isinstance(body, SpeechStreamConfig):
+    is_stream = isinstance(body, SpeechStreamConfig)
+    text = "" if is_stream else body.input
+    if not text.strip() and not is_stream:
         raise missing("input")
     instructions = None if isinstance(body, CaptionedSpeechBody) else body.instructions
+    sample = await _sample(body, context)
+    media = Media(context.share.take)
+    voice = None if sample is not None else context.services.voice_of(name_of(body.voice)) if body.voice else None
     request = GenerateRequest(
         operation="speech",
         input=text,
-        open_input=isinstance(body, SpeechStreamConfig),
+        open_input=is_stream,
+        messages=() if sample is None else (_recording(sample, media),),
         modalities=(AudioPiece.kind, WordsPiece.kind) if body.with_words else (),
-        speech=SpeechParams(
-            services.voice_of(name_of(body.voice)), body.language, body.speed or 1.0, instructions or ""
-        ),
+        speech=SpeechParams(voice, body.language, body.speed or 1.0, instructions or ""),
         stages=body.stages or {},
         deadlines=body.deadlines or Deadlines(),
         priority=body.priority or 0,
@@ -78,9 +95,34 @@ def speech_call(body: SpeechBody | CaptionedSpeechBody | SpeechStreamConfig, ser
     errors: dict[str, ApiError] = {}
     if body.with_words:
         errors["modalities"] = unsupported(body.words_param, f"'{body.model}' does not provide the times of words.")
-    if request.open_input:
+    if is_stream:
         errors["open_input"] = unsupported("model", f"'{body.model}' speaks only a text that is complete.")
-    return BackendCall(body.model, request, {}, errors=errors)
+    params: dict[str, str] = {}
+    if sample is not None:
+        own_voices = unsupported(sample.param, f"'{body.model}' speaks in its own voices only; it clones none.")
+        errors |= {"messages": own_voices, "messages[0].content[0]": own_voices}
+        params = dict.fromkeys(("messages[0]", "messages[0].content", "messages[0].sample_rate"), sample.param)
+    return BackendCall(body.model, request, params, media.tensors, errors=errors)
+
+
+async def _sample(
+    body: SpeechBody | CaptionedSpeechBody | SpeechStreamConfig, context: RequestContext
+) -> VoiceSample | None:
+    """The recording whose voice is to speak, if there is one. Raises ApiError."""
+    if not isinstance(body, SpeechBody):
+        return await sample_of(context, body.voice, None, None, True)
+    if body.ref_audio is None and (body.ref_text is not None or body.x_vector_only_mode is not None):
+        param = "ref_text" if body.ref_text is not None else "x_vector_only_mode"
+        raise invalid(param, f"'{param}' is about the recording in 'ref_audio', which is missing.")
+    if body.ref_audio is not None and body.x_vector_only_mode is False and not (body.ref_text or "").strip():
+        raise missing("ref_text")
+    return await sample_of(context, body.voice, body.ref_audio, body.ref_text, body.x_vector_only_mode is not True)
+
+
+def _recording(sample: VoiceSample, media: Media) -> Message:
+    """A user's message with the recording, and with what is said in it where that is known."""
+    part = media.audio(sample.samples, RECORDING_HZ)
+    return Message("user", (part, Part("text", sample.transcript)) if sample.transcript else (part,))
 
 
 def _words_header(words: Sequence[WordTime] | None) -> dict[str, str]:

@@ -80,7 +80,7 @@ class SpeechSession:
         except TimeoutError:
             message = f"No 'session.config' came within {CONFIG_S:g} s."
             raise ApiError(408, message, code="no_config", param="session.config") from None
-        call = speech_call(config, self._context.services)
+        call = await speech_call(config, self._context)
         pieces = await open_pieces(self._context, call)
         pipeline = await self._context.services.catalogue.pipeline_of(config.model)
         sending = asyncio.create_task(self._send(pieces, config))

@@ -27,16 +27,6 @@ async def list_audio_models(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": entries, "models": [{"id": entry["id"]} for entry in entries]})
 
 
-async def list_voices(request: Request) -> Response:
-    """GET /v1/audio/voices: names of all models' voices, or those of `?model=`."""
-    services = context_of(request).services
-    model = request.query_params.get("model")
-    entries = await _entries(request) if model is None else [await _entry(request, model)]
-    voices = dict.fromkeys(voice for entry in entries for voice in entry.get("voices", ()))
-    aliases = [alias for alias, voice in services.voice_aliases.items() if voice in voices]
-    return JSONResponse({"voices": [*voices, *aliases], "uploaded_voices": []})
-
-
 async def _entries(request: Request) -> list[Facts]:
     catalogue = context_of(request).services.catalogue
     try:
@@ -53,6 +43,11 @@ async def _entry(request: Request, model: str) -> Facts:
     if context.key is not None:
         context.key.check_model(model)
     return await context.services.catalogue.entry(model)
+
+
+async def model_entries(request: Request, model: str | None) -> list[Facts]:
+    """What is known of one model, or of all that the key may use. Raises ApiError."""
+    return await _entries(request) if model is None else [await _entry(request, model)]
 
 
 async def show_model(request: Request) -> Response:

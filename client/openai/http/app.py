@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -30,6 +31,7 @@ from triton_omni.openai.endpoints import (
     speech_stream,
     status,
     transcriptions,
+    voices,
 )
 from triton_omni.openai.http.access import Access
 from triton_omni.openai.http.budget import Budget
@@ -40,6 +42,7 @@ from triton_omni.openai.http.guard import Guard
 from triton_omni.openai.http.live import LiveReadings
 from triton_omni.openai.http.metrics import ProxyMetrics
 from triton_omni.openai.http.pools import Pools
+from triton_omni.openai.http.recordings import RecordingStore
 from triton_omni.openai.http.settings import Settings
 from triton_omni.openai.http.stored_responses import ResponseStore
 from triton_omni.openai.http.transcripts import Transcripts
@@ -58,7 +61,15 @@ ROUTES = (
     Route("/v1/audio/translations", transcriptions.translate, methods=["POST"]),
     Route("/v1/images/generations", images.generate, methods=["POST"]),
     Route("/v1/images/edits", edits.edit, methods=["POST"]),
-    Route("/v1/audio/voices", status.list_voices),
+    Route("/v1/audio/voices", voices.list_voices),
+    Route("/v1/audio/voices", voices.add_voice, methods=["POST"]),
+    Route("/v1/audio/voices/{name}", voices.show_voice),
+    Route("/v1/audio/voices/{name}", voices.delete_voice, methods=["DELETE"]),
+    Route("/v1/audio/voice_consents", voices.list_consents),
+    Route("/v1/audio/voice_consents", voices.add_consent, methods=["POST"]),
+    Route("/v1/audio/voice_consents/{name}", voices.show_consent),
+    Route("/v1/audio/voice_consents/{name}", voices.rename_consent, methods=["POST"]),
+    Route("/v1/audio/voice_consents/{name}", voices.delete_consent, methods=["DELETE"]),
     Route("/v1/audio/models", status.list_audio_models),
     Route("/v1/models", status.list_models),
     Route("/v1/models/", status.list_models),
@@ -88,6 +99,8 @@ def make_app(backend: Backend, settings: Settings) -> Starlette:
         may_fetch=is_any if settings.private_urls else is_public,
         voice_aliases=settings.voice_aliases,
         access=Access(settings),
+        recordings=None if settings.voices is None else RecordingStore(settings.voices, threading.Lock()),
+        needs_consent=settings.needs_consent,
     )
     services.metrics.held_bytes.set_function(lambda: services.budget.held)
     tracer = traces("triton-omni-proxy")

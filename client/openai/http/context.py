@@ -18,6 +18,7 @@ from triton_omni.openai.http.catalogue import Catalogue
 from triton_omni.openai.http.live import LiveReadings
 from triton_omni.openai.http.metrics import CLIENT_GONE, ProxyMetrics
 from triton_omni.openai.http.pools import Pools
+from triton_omni.openai.http.recordings import RecordingStore
 from triton_omni.openai.http.stored_responses import ResponseStore
 from triton_omni.openai.http.transcripts import Transcripts
 
@@ -30,6 +31,8 @@ class Services:
 
     may_fetch      says which addresses URLs may lead to
     voice_aliases  a client's name for a voice → the pipeline's
+    recordings     voices that clients uploaded; None: they may not
+    needs_consent  an uploaded voice needs a consent that was uploaded before
     """
 
     backend: Backend
@@ -43,6 +46,8 @@ class Services:
     may_fetch: IsAllowed
     voice_aliases: Mapping[str, str]
     access: Access
+    recordings: RecordingStore | None
+    needs_consent: bool
 
     def voice_of(self, voice: str) -> str:
         """The pipeline's name of a voice."""

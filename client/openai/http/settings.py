@@ -42,6 +42,8 @@ class Settings:
     api_keys       file of keys with limits of their own, beside `api_key`
     allowed_hosts  names in the Host header that a server without keys answers to; empty: any
     max_priority   of requests without a key of the file
+    voices         folder for the voices that clients upload; None: they may not
+    needs_consent  an uploaded voice needs a consent that was uploaded before
     max_total_s    longest total deadline of these, in seconds; 0: no bound
     is_public      listens beyond this machine: details of /health need a key
     """
@@ -60,3 +62,5 @@ class Settings:
     max_priority: int = 100
     max_total_s: float = 0.0
     is_public: bool = False
+    voices: Path | None = None
+    needs_consent: bool = False
