@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from triton_omni.connection import AsyncClient
     from triton_omni.fetch import read_url
     from triton_omni.media import Media, MediaError
+    from triton_omni.omni import Omni
     from triton_omni.pieces import Piece
     from triton_omni.sync import Client
 
@@ -32,6 +33,7 @@ __all__ = [
     "Media",
     "MediaError",
     "Message",
+    "Omni",
     "OmniError",
     "Part",
     "Piece",
@@ -44,6 +46,7 @@ _MODULES = {
     "Client": "sync",
     "Media": "media",
     "MediaError": "media",
+    "Omni": "omni",
     "Piece": "pieces",
     "read_url": "fetch",
 }

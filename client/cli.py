@@ -124,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
     view = _command(commands, "top", "live view of a running server")
     _add_metrics(view)
     view.add_argument("--model", action="append", default=[], help="pipelines to show (default: all)")
+    view.add_argument("--request", default="", metavar="ID", help="waterfall of ended requests with this id instead")
     view.add_argument("--every-s", type=float, default=1.0)
     view.add_argument("--once", action="store_true", help="one view instead of one after the other until Ctrl-C")
     view.add_argument("--json", action="store_true", help="a view is one JSON object on a line")

@@ -146,12 +146,15 @@ class AsyncClient:
         """State of the pipeline: ready, stages, live, queued, about. Raises OmniError."""
         return await self._status(pipeline, "health")
 
-    async def requests(self, pipeline: str) -> dict[str, Any]:
-        """As `health`, with a list of running requests; needs the operator's key. Raises OmniError."""
-        return await self._status(pipeline, "requests")
+    async def requests(self, pipeline: str, request_id: str = "") -> dict[str, Any]:
+        """As `health`, with a list of running requests; needs the operator's key. Raises OmniError.
 
-    async def _status(self, pipeline: str, operation: str) -> dict[str, Any]:
-        answer = await self._control(pipeline, GenerateRequest(operation=operation))
+        request_id  also the `traces` of ended requests with this id, of the pipeline's latest 256
+        """
+        return await self._status(pipeline, "requests", request_id)
+
+    async def _status(self, pipeline: str, operation: str, target: str = "") -> dict[str, Any]:
+        answer = await self._control(pipeline, GenerateRequest(operation=operation, target=target))
         return msgspec.to_builtins(answer.event.status)
 
     async def models(self) -> list[Model]:

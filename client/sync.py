@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -26,7 +27,7 @@ class Client:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="triton-omni-client", daemon=True)
         self._thread.start()
-        self._client = self._wait(_connect(address, headers, key))
+        self._client = self.run(_connect(address, headers, key))
 
     def generate(
         self,
@@ -40,14 +41,14 @@ class Client:
         """AsyncClient.generate. Closing the iterator, or leaving a `for` over it, cancels the request."""
         pieces = self._client.generate(pipeline, request, media=media, request_id=request_id, timeout_s=timeout_s)
         try:
-            while (piece := self._wait(_next(pieces))) is not None:
+            while (piece := self.run(_next(pieces))) is not None:
                 yield piece
         finally:
-            self._wait(pieces.aclose())
+            self.run(pieces.aclose())
 
     def abort(self, pipeline: str, request_id: str, token: str = "") -> int:
         """See AsyncClient.abort."""
-        return self._wait(self._client.abort(pipeline, request_id, token))
+        return self.run(self._client.abort(pipeline, request_id, token))
 
     def append(self, pipeline: str, token: str, text: str, *, ends: bool = False) -> None:
         """See AsyncClient.append."""
@@ -55,33 +56,33 @@ class Client:
 
     def health(self, pipeline: str) -> dict[str, Any]:
         """See AsyncClient.health."""
-        return self._wait(self._client.health(pipeline))
+        return self.run(self._client.health(pipeline))
 
-    def requests(self, pipeline: str) -> dict[str, Any]:
+    def requests(self, pipeline: str, request_id: str = "") -> dict[str, Any]:
         """See AsyncClient.requests."""
-        return self._wait(self._client.requests(pipeline))
+        return self.run(self._client.requests(pipeline, request_id))
 
     def is_public(self, name: str) -> bool:
         """See AsyncClient.is_public."""
-        return self._wait(self._client.is_public(name))
+        return self.run(self._client.is_public(name))
 
     def models(self) -> list[Model]:
         """Public models in the server's repository, ready or not. Raises OmniError."""
-        return self._wait(self._client.models())
+        return self.run(self._client.models())
 
     def is_live(self) -> bool:
         """True if the server answers."""
-        return self._wait(self._client.is_live())
+        return self.run(self._client.is_live())
 
     def read_url(self, url: str) -> bytes:
         """The bytes of a data URL or behind an http(s) one, of any address. Raises MediaError."""
-        return self._wait(read_url(url, is_any))
+        return self.run(read_url(url, is_any))
 
     def close(self) -> None:
         """End the channel and the thread; open requests are cancelled."""
         if self._loop.is_closed():
             return
-        self._wait(self._client.close())
+        self.run(self._client.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -94,8 +95,18 @@ class Client:
     ) -> None:
         self.close()
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+    @property
+    def connection(self) -> AsyncClient:
+        """The client behind this one, for work that is handed to `run` or `submit`."""
+        return self._client
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start work in the loop of `connection`; cancelling the result cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work in the loop of `connection`."""
+        future = self.submit(work)
         try:
             return future.result()
         except BaseException:  # a Ctrl-C here must not leave the work behind

@@ -19,6 +19,7 @@ from triton_omni.sync import Client
 CLEAR = "\x1b[2J\x1b[H"
 METRICS_TIMEOUT_S = 2.0
 MIB = 1 << 20
+BAR_CHARS = 48
 
 
 def doctor(client: Client, options: argparse.Namespace, show: Show) -> int:
@@ -57,6 +58,8 @@ def _show_pipeline(client: Client, name: str, show: Show) -> int:
 
 def top(client: Client, options: argparse.Namespace, show: Show) -> int:
     """Show a view of the server every second."""
+    if options.request:
+        return _show_traces(client, options, show)
     live = LiveView()
     while True:
         page = read_page(options.metrics)
@@ -69,6 +72,34 @@ def top(client: Client, options: argparse.Namespace, show: Show) -> int:
         if options.once:
             return 0
         time.sleep(options.every_s)
+
+
+def _show_traces(client: Client, options: argparse.Namespace, show: Show) -> int:
+    """Show the waterfalls of ended requests with an id; returns 1 if there is none."""
+    names = pipelines(client, options.model, read_page(options.metrics))
+    traces = [
+        {"pipeline": name, **trace} for name in names for trace in client.requests(name, options.request)["traces"]
+    ]
+    for trace in traces:
+        show(json.dumps(trace) + "\n" if options.json else waterfall(trace))
+    if not traces:
+        show(f"none of the latest ended requests has the id {options.request!a}\n")
+    return 0 if traces else 1
+
+
+def waterfall(trace: dict[str, Any]) -> str:
+    """A request as bars over its time; `|` is the first output of a stage."""
+    total_s = max([trace["total_s"], *(span["end_s"] for span in trace["spans"])]) or 1.0
+    head = f"{trace['pipeline']} {trace['operation']} {trace['id'][:40]!a}: {trace['outcome']}"
+    lines = [f"{head} after {trace['total_s']:.3f} s, {trace['ended_s']:.0f} s ago"]
+    for span in trace["spans"]:
+        start, end = (min(BAR_CHARS - 1, int(BAR_CHARS * span[key] / total_s)) for key in ("start_s", "end_s"))
+        bar = [" "] * start + ["="] * (end - start + 1)
+        if span.get("first_s") is not None:
+            bar[min(end, int(BAR_CHARS * span["first_s"] / total_s))] = "|"
+        times = f"{span['start_s']:8.3f} - {span['end_s']:8.3f} s"
+        lines.append(f"  {span['name']:18} {''.join(bar):{BAR_CHARS}} {times}  {span.get('outcome', '')}".rstrip())
+    return "\n".join(lines) + "\n"
 
 
 def read_page(address: str) -> MetricsPage:

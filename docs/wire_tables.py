@@ -29,7 +29,8 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
         *(generate.GenerateRequest, generate.Message, generate.Part, generate.Sampling, generate.Deadlines),
         *(generate.ImageParams, generate.SpeechParams, generate.TranscriptionParams),
         *(responses.Event, responses.Progress, responses.PipelineStatus, responses.StageStatus),
-        *(responses.RequestStatus, outputs.TextPiece, outputs.TranscriptPiece, outputs.AudioPiece, outputs.WordsPiece),
+        *(responses.RequestStatus, responses.RequestTrace, responses.WaterfallSpan),
+        *(outputs.TextPiece, outputs.TranscriptPiece, outputs.AudioPiece, outputs.WordsPiece),
         *(outputs.ImagePiece, outputs.FunctionCall, outputs.TokenLogprob, outputs.Candidate, outputs.WordTime),
         outputs.SegmentDecoding,
     )

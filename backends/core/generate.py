@@ -205,7 +205,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     priority       the higher waits less for admission
     stream         false: exactly one response
     target         operation `abort`: every request with this id is ended; answered by an `end` with `aborted`.
-                   Operation `acknowledge`: the token of the event that was read
+                   Operation `acknowledge`: the token of the event that was read. Operation `requests`: also show
+                   the traces of ended requests with this id
     token          operations `abort` and `append`: the `token` of the request's first event; for an abort the
                    operator's key does as well
     open_input     the input goes on: `append` brings more of it while the answer comes ("Input that streams")

@@ -83,6 +83,42 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     pieces: dict[str, int]
 
 
+class WaterfallSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A part of a request, in seconds since its arrival.
+
+    name     `queue`, a stage, or `client <output>`: from the first piece to the last
+    start_s  when it began
+    first_s  when a stage had its first output
+    end_s    when it was over
+    outcome  of a stage: `finished`, `failed`, `stopped` or `lost`
+    """
+
+    name: str
+    start_s: float
+    first_s: float | None = None
+    end_s: float
+    outcome: str = ""
+
+
+class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that is over.
+
+    id         request id
+    operation  its operation
+    outcome    `completed`, `cancelled`, or the code of its error
+    total_s    seconds from arrival to end
+    spans      its parts in order of their start
+    ended_s    seconds since its end
+    """
+
+    id: str
+    operation: str
+    outcome: str
+    total_s: float
+    spans: tuple[WaterfallSpan, ...]
+    ended_s: float = 0.0
+
+
 class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to the operations `health` and `requests`.
 
@@ -98,6 +134,7 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
     params      typed parameters that its stages take: `image` (all of them), `speech.voice`, …
     about       facts about the model: voices, sample rate, kinds of media, …
     requests    for operation `requests`: the oldest 100
+    traces      for operation `requests` with a `target`: those of the latest 256 ended requests that had this id
     """
 
     pipeline: str
@@ -112,6 +149,7 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
     params: tuple[str, ...] = ()
     about: dict[str, Any] = {}
     requests: tuple[RequestStatus, ...] = ()
+    traces: tuple[RequestTrace, ...] = ()
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):

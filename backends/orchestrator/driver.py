@@ -57,7 +57,7 @@ from triton_omni.backends.orchestrator.request_state import (
     StageRun,
     parse_receipt,
 )
-from triton_omni.backends.orchestrator.status import pipeline_status, with_requests
+from triton_omni.backends.orchestrator.status import EndedRequests, pipeline_status, with_requests
 from triton_omni.backends.orchestrator.traces import write
 from triton_omni.backends.telemetry import logs
 from triton_omni.backends.telemetry.traces import traces
@@ -91,6 +91,7 @@ class Orchestrator:
         self.metrics = PipelineMetrics(pipeline)
         self.traces = traces(pipeline.name)
         self.requests: dict[bytes, RequestState] = {}
+        self._ended = EndedRequests()
         self.admission: Admission[RequestState] = Admission(deploy.max_live, deploy.max_queue)
         self._opener = opener
         self._stage_states = stage_states
@@ -264,6 +265,8 @@ class Orchestrator:
         status = pipeline_status(self.pipeline, self._stage_states(), requests, can_open=self.state == "ready")
         if arrival.request.operation == "requests":
             status = with_requests(status, requests, self._clock())
+            if target := arrival.request.target:
+                status = msgspec.structs.replace(status, traces=self._ended.find(target, self._clock()))
         return Event("health", arrival.request_id, status=status)
 
     # --- from the stages -----------------------------------------------------------------------------------------
@@ -576,7 +579,10 @@ class Orchestrator:
         if not state.forgettable:
             return
         self.admission.leave(state)
-        if self.requests.pop(state.run, None) is not None and self.traces is not None and state.end is not None:
+        if self.requests.pop(state.run, None) is None or state.end is None:  # None: it began again under another run
+            return
+        self._ended.add(state)
+        if self.traces is not None:
             write(self.traces, state)
 
     # --- losses and time -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -10,10 +11,11 @@ import msgspec
 from triton_omni.backends.control.records import InstanceRecord
 from triton_omni.backends.core.generate import WIRE_VERSION
 from triton_omni.backends.core.pipeline import Pipeline
-from triton_omni.backends.core.responses import PipelineStatus, StageStatus
+from triton_omni.backends.core.responses import PipelineStatus, RequestTrace, StageStatus, WaterfallSpan
 from triton_omni.backends.orchestrator.request_state import RequestState
 
 MAX_LISTED_REQUESTS = 100
+KEPT_TRACES = 256
 
 
 def pipeline_status(
@@ -50,6 +52,49 @@ def with_requests(status: PipelineStatus, requests: Collection[RequestState], no
     """The status with its oldest requests."""
     oldest = sorted(requests, key=lambda request: request.arrived_s)[:MAX_LISTED_REQUESTS]
     return msgspec.structs.replace(status, requests=tuple(request.status(now_s) for request in oldest))
+
+
+class EndedRequests:
+    """Traces of the latest requests that are over."""
+
+    def __init__(self) -> None:
+        self._traces: deque[tuple[float, RequestTrace]] = deque(maxlen=KEPT_TRACES)
+
+    def add(self, state: RequestState) -> None:
+        """Keep what is known of a request that is over; the state itself is not kept."""
+        assert state.ended_s is not None, "only a request that is over is traced"
+        self._traces.append((state.ended_s, trace_of(state)))
+
+    def find(self, request_id: str, now_s: float) -> tuple[RequestTrace, ...]:
+        """Traces of the requests that had this id, the latest last."""
+        found = [(ended_s, trace) for ended_s, trace in self._traces if trace.id == request_id]
+        return tuple(msgspec.structs.replace(trace, ended_s=now_s - ended_s) for ended_s, trace in found)
+
+
+def trace_of(state: RequestState) -> RequestTrace:
+    """A request that is over, as spans."""
+    end, ended_s, arrived_s = state.end, state.ended_s, state.arrived_s
+    assert end is not None and ended_s is not None, "only a request that is over is traced"
+    admitted_s = ended_s if state.admitted_s is None else state.admitted_s
+    spans = [WaterfallSpan(name="queue", start_s=0.0, end_s=admitted_s - arrived_s)]
+    for stage, run in state.runs.items():
+        if run.accepted_s is None:
+            continue
+        start_s, stats = run.accepted_s - arrived_s, run.stats
+        first_s = None if stats is None or stats.first_s is None else start_s + stats.first_s
+        end_s = ended_s - arrived_s if stats is None else start_s + stats.total_s
+        outcome = "lost" if stats is None else stats.outcome
+        spans.append(WaterfallSpan(name=stage, start_s=start_s, first_s=first_s, end_s=end_s, outcome=outcome))
+    for output, sent in state.sent.items():
+        start_s, end_s = sent.first_s - arrived_s, sent.last_s - arrived_s
+        spans.append(WaterfallSpan(name=f"client {output}", start_s=start_s, end_s=end_s))
+    return RequestTrace(
+        id=state.arrival.request_id,
+        operation=state.arrival.request.operation,
+        outcome=end.outcome.value if end.error is None else end.error.code,
+        total_s=ended_s - arrived_s,
+        spans=tuple(sorted(spans, key=lambda span: span.start_s)),
+    )
 
 
 def stage_statuses(pipeline: Pipeline, records: Sequence[InstanceRecord]) -> dict[str, StageStatus]:

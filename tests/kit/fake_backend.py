@@ -176,7 +176,7 @@ class FakeBackend:
             "about": {"voices": list(VOICES), "sample_rate": self.rate_hz, "media": list(self.media)},
         }  # fmt: skip
 
-    async def requests(self, pipeline: str) -> dict[str, Any]:
+    async def requests(self, pipeline: str, request_id: str = "") -> dict[str, Any]:
         if not self.knows_operator:
             raise wire.from_line("[bad_request:triton_omni_key] listing requests needs the operator's key")
         live = [
@@ -184,7 +184,9 @@ class FakeBackend:
             for call in self.seen
             if not call.over.is_set()
         ]
-        return {**await self.health(pipeline), "requests": live}
+        over = [call for call in self.seen if call.over.is_set() and call.request_id == request_id]
+        traces = [{"id": call.request_id, "total_s": 1.0, "spans": []} for call in over if call.pipeline == pipeline]
+        return {**await self.health(pipeline), "requests": live, "traces": traces}
 
     async def models(self) -> list[Model]:
         if self.unreachable:

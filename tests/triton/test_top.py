@@ -74,5 +74,16 @@ def test_one_view_for_people(server: RunningServer, held: str) -> None:
     assert "steps" in shown and "restarts 0" in shown
 
 
+def test_the_waterfall_of_an_ended_request(server: RunningServer) -> None:
+    run_one(server.grpc, Plan(body(3, ("text", "audio")), request_id="ended-one"))
+    wait_until_idle(server, timeout_s=20)
+    trace = json.loads(command(server, "top", "--request", "ended-one", "--json"))
+    assert (trace["pipeline"], trace["outcome"]) == ("toy", "completed")
+    spans = {span["name"]: span for span in trace["spans"]}
+    assert {"queue", "tokens", "frames", "wave", "client text", "client audio"} == set(spans)
+    assert all(0 <= span["start_s"] <= span["end_s"] <= trace["total_s"] + 1 for span in spans.values())
+    assert "wave" in command(server, "top", "--request", "ended-one")
+
+
 def test_doctor_finds_the_pipelines(server: RunningServer) -> None:
     assert "toy: ready, 0 live, 0 queued" in command(server, "doctor", "--no-setup")

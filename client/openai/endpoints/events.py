@@ -14,6 +14,7 @@ from triton_omni.backends.wire import OmniError
 from triton_omni.openai.http import sse
 from triton_omni.openai.http.catalogue import Facts
 from triton_omni.openai.http.context import RequestContext, context_of
+from triton_omni.openai.http.errors import ApiError, of_omni
 
 EVERY_S = 1.0
 STATE = ("state", "live", "queued", "outputs", "error")
@@ -70,3 +71,25 @@ async def _requests(context: RequestContext, pipeline: str) -> list[Facts]:
         return (await context.services.backend.requests(pipeline)).get("requests", [])
     except OmniError:
         return []
+
+
+async def trace(request: Request) -> Response:
+    """GET /v1/events/{request}: waterfalls of ended requests with this id; for operators."""
+    context = context_of(request)
+    request_id = request.path_params["request"]
+    if context.key is None or not context.key.key.operator:
+        raise ApiError(403, "Only operators may see requests.", code="operator_only", kind="permission_error")
+    try:
+        pipelines = dict.fromkeys((await context.services.catalogue.models()).values())
+        states = [await context.services.backend.requests(pipeline, request_id) for pipeline in pipelines]
+    except OmniError as error:
+        raise of_omni(error) from error
+    traces = [
+        {"pipeline": pipeline, **found}
+        for pipeline, state in zip(pipelines, states, strict=True)
+        for found in state.get("traces", ())
+    ]
+    if not traces:
+        message = f"None of the latest ended requests has the id '{request_id[:100]}'."
+        raise ApiError(404, message, code="request_not_found", param="request")
+    return JSONResponse({"traces": traces})

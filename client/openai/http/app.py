@@ -75,6 +75,7 @@ ROUTES = (
     Route("/v1/models/", status.list_models),
     Route("/v1/models/{model:path}", status.show_model),
     Route("/v1/events", events.events),
+    Route("/v1/events/{request:path}", events.trace),
     Route("/openapi.json", openapi.show),
     Route("/health", status.health),
     Route("/metrics", status.show_metrics),

@@ -93,7 +93,11 @@ class Guard:
                     metrics.first_byte.labels(route).observe(response.first_byte_s)
 
     def _route(self, path: str) -> str:
-        for prefix, route in (("/v1/models/", "/v1/models/{model}"), ("/v1/responses/", "/v1/responses/{response}")):
+        for prefix, route in (
+            ("/v1/models/", "/v1/models/{model}"),
+            ("/v1/responses/", "/v1/responses/{response}"),
+            ("/v1/events/", "/v1/events/{request}"),
+        ):
             if path.startswith(prefix):
                 return route
         return path if path in self._routes else "other"

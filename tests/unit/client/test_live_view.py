@@ -19,7 +19,7 @@ from tests.kit.proxy_server import running_proxy
 from triton_omni.live_view import LiveView, MetricsPage, quantile
 from triton_omni.openai.http.access import ApiKey, digest
 from triton_omni.openai.http.settings import Settings
-from triton_omni.top import view
+from triton_omni.top import view, waterfall
 
 INF = float("inf")
 
@@ -195,3 +195,30 @@ def test_a_server_that_does_not_answer_is_an_error_in_the_view() -> None:
 def test_a_proxy_without_the_operators_key_lists_no_requests() -> None:
     with running_proxy(FakeBackend(knows_operator=False)) as proxy:
         assert httpx.get(f"{proxy.root}/v1/events?once=true").json()["pipelines"]["fake"]["requests"] == []
+
+
+def test_waterfalls_are_for_operators(tmp_path: Path) -> None:
+    with running_proxy(FakeBackend(), Settings(api_keys=keys(tmp_path))) as proxy:
+        headers = {"authorization": "Bearer one", "x-request-id": "a/b"}
+        body = {"model": "fake", "messages": [{"role": "user", "content": "x"}]}
+        assert httpx.post(f"{proxy.root}/v1/chat/completions", json=body, headers=headers).status_code == 200
+        root = {"authorization": "Bearer root"}
+        [trace] = httpx.get(f"{proxy.root}/v1/events/a/b", headers=root).json()["traces"]
+        assert (trace["id"], trace["pipeline"]) == ("a/b", "fake")
+        for request_id, auth, status, code in (
+            ("a/b", {"authorization": "Bearer one"}, 403, "operator_only"), ("none", root, 404, "request_not_found"),
+        ):  # fmt: skip
+            answer = httpx.get(f"{proxy.root}/v1/events/{request_id}", headers=auth)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+def test_a_waterfall_for_people() -> None:
+    spans = [
+        {"name": "queue", "start_s": 0.0, "end_s": 0.5},
+        {"name": "words", "start_s": 0.5, "first_s": 1.0, "end_s": 2.0, "outcome": "finished"},
+    ]
+    trace = {"pipeline": "fake", "operation": "chat", "id": "x\n", "outcome": "completed", "total_s": 2.0, "ended_s": 7}
+    head, queue, words = waterfall({**trace, "spans": spans}).splitlines()
+    assert head == "fake chat 'x\\n': completed after 2.000 s, 7 s ago"
+    assert queue.count("=") == 13 and "0.000 -    0.500 s" in queue
+    assert words.index("|") - words.index("=") == 12 and words.endswith("finished")

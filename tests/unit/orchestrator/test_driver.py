@@ -33,8 +33,10 @@ from triton_omni.backends.core.ids import RUN_ID_BYTES
 from triton_omni.backends.core.output_window import RESPONSE_BYTES
 from triton_omni.backends.core.outputs import AudioPiece, ImagePiece, TextPiece
 from triton_omni.backends.core.pipeline import Operation, Output
+from triton_omni.backends.core.responses import RequestTrace
 from triton_omni.backends.orchestrator.driver import PUBLISH_S, STOP_GRACE_S
 from triton_omni.backends.orchestrator.request_state import HandleState
+from triton_omni.backends.orchestrator.status import KEPT_TRACES
 from triton_omni.backends.pipelines.toy.pipeline import PIPELINE
 from triton_omni.backends.wire import Progress, StageStatus, text_of
 
@@ -147,6 +149,36 @@ def test_requests_are_listed_oldest_first_with_age_phase_and_stages(play):
     s.answer(opened)
     s.finish("tokens", second.run, "stopped")
     end_all(s, run)
+
+
+def test_an_ended_request_is_traced_by_its_id(play):
+    s = play()
+    client, run = speaking(s, request_id="mine")
+    s.stages["tokens"].put(run, 0, TextPiece("word "))
+    s.pass_time(1.0)
+    for stage in ORDER[::-1]:
+        s.finish(stage, run)
+    assert client.ended.event.outcome == "completed"
+    s.pass_time(5.0)
+    [trace] = s.ask(GenerateRequest(operation="requests", target="mine")).ended.event.status.traces
+    assert (trace.id, trace.operation, trace.outcome) == ("mine", "chat", "completed")
+    assert (trace.total_s, trace.ended_s) == (1.0, 5.0)
+    names = [span.name for span in trace.spans]
+    assert names[0] == "queue" and {*ORDER, "client text"} <= set(names)
+    assert all(0 <= span.start_s <= span.end_s for span in trace.spans)
+    for target in ("other", ""):
+        assert s.ask(GenerateRequest(operation="requests", target=target)).ended.event.status.traces == ()
+
+
+def test_the_ring_of_traces_is_bounded_and_keeps_no_media(play):
+    s = play()
+    kept = s.orchestrator._ended._traces
+    for number in range(KEPT_TRACES + 3):
+        client = s.ask(chat("text"), f"r{number}")
+        s.accept()
+        s.finish("tokens", client.run)
+    assert len(kept) == KEPT_TRACES and kept[0][1].id == "r3"
+    assert all(isinstance(trace, RequestTrace) for _, trace in kept)
 
 
 def test_collected_is_the_streamed_pieces_joined(play):
