@@ -65,7 +65,7 @@ BAR_CHARS = 24
 
 
 @dataclass(frozen=True)
-class Speech:
+class SpokenAudio:
     """Spoken audio; a notebook shows a player.
 
     samples  (samples,) float32, mono, in -1..1
@@ -106,7 +106,7 @@ class Answer:
     text: str
     finish_reason: str
     usage: dict[str, float]
-    speech: Speech | None = None
+    speech: SpokenAudio | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -273,20 +273,20 @@ class Omni:
         )
         pieces = self._client.connection.generate(self.model, request, media=media.tensors)
         answer = await _answer(pieces, options.on_text, speak=options.speak)
-        # media are of their own request: what was seen and heard is in the answer
+        # media are of their own request: what the model read in them is in the answer
         self.history = [*start, Message("user", prompt), Message("assistant", answer.text)]
         return answer
 
     # --- speech --------------------------------------------------------------------------------------------------
-    def speak(self, text: str, *, voice: str | None = None, speed: float = 1.0) -> Speech:
+    def speak(self, text: str, *, voice: str | None = None, speed: float = 1.0) -> SpokenAudio:
         """Speak a text. Raises OmniError."""
         return self._client.run(self._speak(text, voice, speed))
 
-    async def aspeak(self, text: str, *, voice: str | None = None, speed: float = 1.0) -> Speech:
+    async def aspeak(self, text: str, *, voice: str | None = None, speed: float = 1.0) -> SpokenAudio:
         """As `speak`, for async code."""
         return await self._awaited(self._speak(text, voice, speed))
 
-    async def _speak(self, text: str, voice: str | None, speed: float) -> Speech:
+    async def _speak(self, text: str, voice: str | None, speed: float) -> SpokenAudio:
         request = GenerateRequest(operation="speech", input=text, speech=SpeechParams(voice, speed=speed))
         answer = await _answer(self._client.connection.generate(self.model, request), None, speak=True)
         assert answer.speech is not None, "it was asked for"
@@ -353,7 +353,7 @@ async def _answer(
                 samples.append(piece.audio)
                 rate_hz = piece.sample_rate_hz
             end = piece.event
-    speech = Speech(np.concatenate([np.zeros(0, np.float32), *samples]), rate_hz) if speak else None
+    speech = SpokenAudio(np.concatenate([np.zeros(0, np.float32), *samples]), rate_hz) if speak else None
     return Answer("".join(text), end.finish_reason, end.usage, speech)
 
 

@@ -81,10 +81,10 @@ def notebook(server: FakeBackend) -> Iterator[Omni]:
 
 
 def test_a_chat_remembers_what_was_said(notebook: Omni, server: FakeBackend) -> None:
-    heard: list[str] = []
-    first = notebook.chat("one", system="Be brief.", max_tokens=2, seed=5, on_text=heard.append)
+    arrived: list[str] = []
+    first = notebook.chat("one", system="Be brief.", max_tokens=2, seed=5, on_text=arrived.append)
     assert (str(first), first.finish_reason, first.usage["completion_tokens"]) == ("w0 w1 ", "stop", 2)
-    assert heard == ["w0 ", "w1 "] and first.speech is None
+    assert arrived == ["w0 ", "w1 "] and first.speech is None
     notebook.chat("two", system="Be long.")
     roles = [(m.role, m.content) for m in server.seen[1].request.messages]
     assert roles == [("system", "Be brief."), ("user", "one"), ("assistant", "w0 w1 "), ("user", "two")]
