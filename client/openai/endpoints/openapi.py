@@ -40,6 +40,7 @@ FORMS: dict[str, tuple[type[Strict], Json]] = {
 }
 ITEMS = {
     "/v1/models/{model}": ("get",),
+    "/v1/events/{request}": ("get",),
     "/v1/responses/{response}": ("get", "delete"),
     "/v1/audio/voices/{name}": ("get", "delete"),
     "/v1/audio/voice_consents/{name}": ("get", "delete"),
@@ -94,19 +95,7 @@ def document() -> bytes:
     value: Json = {
         "openapi": "3.1.0",
         "info": {"title": "Triton-Omni", "version": "1", "description": "OpenAI's API over pipelines in Triton."},
-<<<<<<< HEAD
         "paths": _paths(bodies),
-=======
-        "paths": {
-            **{path: {"post": _operation(media, kind)} for media, path, kind in bodies},
-            **{path: {"get": _operation()} for path in LISTS},
-            "/v1/models/{model}": {"get": {**_operation(), "parameters": [_in_path("model")]}},
-            "/v1/events/{request}": {"get": {**_operation(), "parameters": [_in_path("request")]}},
-            "/v1/responses/{response}": {
-                method: {**_operation(), "parameters": [_in_path("response")]} for method in ("get", "delete")
-            },
-        },
->>>>>>> e4d52fa (client: Omni for notebooks; waterfalls of ended requests by id)
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }
