@@ -98,6 +98,8 @@ class Orchestrator:
         self._clock = clock
         self._next_tick = 0.0
         self._next_publish = 0.0
+        self._next_look = 0.0
+        self._states: dict[str, StageStatus] = {}
         self._abandoned: dict[tuple[bytes, str], object] = {}
         """Handles of runs whose worker died, until the stub reports that it has closed their streams."""
         self._inbox: deque[tuple[Peer | None, object]] = deque()
@@ -182,6 +184,7 @@ class Orchestrator:
             machine=life.RequestMachine(self.pipeline, plan.wanted, plan.needed),
             limits=RequestDeadlines.of(request, deploy),
             arrived_s=self._clock(),
+            unready=frozenset(stage for stage in plan.needed if not self._is_ready(stage)),
         )
         if request.open_input:
             self._open_feed(state)
@@ -195,6 +198,13 @@ class Orchestrator:
         arrival.responses.watch(self._posting(state.run, life.RequestCancelled(CLIENT_GONE)))
         if state.feed is not None:  # its client needs the token to go on
             self._send_accepted(state)
+
+    def _is_ready(self, stage: str) -> bool:
+        """Whether a worker of `stage` was ready at the last look, which is at most a tick old."""
+        now = self._clock()
+        if now >= self._next_look:
+            self._next_look, self._states = now + TICK_S, self._stage_states()
+        return self._states.get(stage, StageStatus()).ready > 0
 
     def _open_feed(self, state: RequestState) -> None:
         """Raises BadRequest for an operation whose input comes whole."""
@@ -474,12 +484,13 @@ class Orchestrator:
         taken = (spec.name for spec in self.pipeline.stage(stage).inputs)
         media = {name: state.arrival.media[name] for name in taken if name in state.arrival.media}
         client = (CLIENT_EDGE,) if state.feed is not None and stage == state.feed.stage else ()
+        upstream = sorted(self.pipeline.upstream(stage, machine.needed))
         message = msg.OpenMessage(
             run,
             state.arrival.request_id,
             state.encoded,
             reply=self.hub.address,
-            upstream=(*client, *sorted(self.pipeline.upstream(stage, machine.needed))),
+            upstream=(*client, *upstream),
             consumers=tuple(sorted(fed)),
             wanted=tuple(o for o in machine.emitted if self.pipeline.output(o).stage == stage),
             has_inputs=bool(media),
@@ -489,7 +500,8 @@ class Orchestrator:
         )
         state.runs[stage] = StageRun()
         self.metrics.opened.add(1, stage)
-        self._call(run, stage, OpenCall(self.pipeline.model(stage), msg.encode(message), media), OPEN_TRIES)
+        call = OpenCall(self.pipeline.model(stage), msg.encode(message), media, is_fed=bool(upstream))
+        self._call(run, stage, call, OPEN_TRIES)
 
     def _call(self, run: bytes, stage: str, call: OpenCall, tries: int) -> None:
         self._opener.open(

@@ -13,11 +13,15 @@ from triton_omni.backends.core.errors import OmniError
 
 @dataclass(frozen=True, slots=True)
 class OpenCall:
-    """A run to open at the stage model `model`, with the request's tensors that the stage takes."""
+    """A run to open at the stage model `model`, with the request's tensors that the stage takes.
+
+    is_fed  the run waits for another stage's output, so that it may be opened a little later than those that do not
+    """
 
     model: str
     message: bytes
     inputs: Mapping[str, Tensor]
+    is_fed: bool = False
 
 
 class Opener(Protocol):

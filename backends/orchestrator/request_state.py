@@ -149,7 +149,8 @@ class RequestState:
     run        names this attempt in all processes
     encoded    the request as stages get it
     runs       by stage, of the stages that were opened
-    refusing   stages that may refuse the request when they open
+    refusing   stages that may refuse the request when they open: no output leaves before they have accepted
+    unready    stages that were not ready when the request arrived: none leaves before they have received it
     sent       by output
     feed       the input that its client streams; None: it came whole
     window     how far a stream may be ahead of its client; None for one joined answer
@@ -167,6 +168,7 @@ class RequestState:
     machine: RequestMachine
     limits: RequestDeadlines
     arrived_s: float
+    unready: frozenset[str]
     admitted_s: float | None = None
     ended_s: float | None = None
     last_activity_s: float = 0.0
@@ -199,7 +201,7 @@ class RequestState:
         collected = None if self.collected is None else Collected({output: [] for output in machine.emitted})
         return replace(
             self, run=run, machine=machine, runs={}, sent={}, collected=collected, deferred=deque(), blocked_s=None,
-            delivered={}, player=Player(), was_repeated=True,
+            delivered={}, player=Player(), was_repeated=True, unready=machine.needed,
         )  # fmt: skip
 
     def count(self, piece: OutputPiece) -> None:
@@ -213,8 +215,11 @@ class RequestState:
 
     @property
     def may_be_refused(self) -> bool:
-        """True while a stage that the request needs has not got it or may refuse it: that comes before any output."""
-        return any(self.runs[stage].peer is None or stage in self.refusing for stage in self.machine.opening)
+        """True while a refusal may still come as the request's one answer, before any output."""
+        return any(
+            stage in self.refusing or (stage in self.unready and self.runs[stage].peer is None)
+            for stage in self.machine.opening
+        )
 
     def take_token(self) -> str:
         """The token for the request's first event; empty for later ones."""

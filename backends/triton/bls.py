@@ -9,7 +9,9 @@ sent FINAL; a dead stub never says so.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -30,13 +32,17 @@ log = logging.getLogger("triton_omni.bls")
 STUCK_S = 10.0  # a call takes a millisecond; a longer one waits for a stub that is dead or stopped
 KEPT_ITERATORS = 256  # drained ones are kept a while: destroying one races with Triton's own clean-up on 24.10
 DRAIN_S = 3.0
+LATER_S = 0.05
+"""What has time: a stage that waits for another one is opened behind the first stages that come within this."""
 
 
 class BlsOpener:
     """The orchestrator's Opener port. All BLS calls happen in its one thread."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.PriorityQueue[tuple[float, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        """(when it is due, number, job); the first stages of all requests that arrive at one moment come first."""
+        self._numbers = itertools.count()
         self._drained: deque[Iterator[pb.InferenceResponse]] = deque(maxlen=KEPT_ITERATORS)
         self._abandoned: dict[int, Iterator[pb.InferenceResponse]] = {}
         self._began_s: float | None = None  # when the call under way began
@@ -62,11 +68,11 @@ class BlsOpener:
             else:
                 opened(handle)
 
-        self._jobs.put(job)
+        self._put(job, LATER_S if call.is_fed else 0.0)
 
     def close(self, handle: object) -> None:
         self._abandoned.pop(id(handle), None)
-        self._jobs.put(lambda: self._drain(cast("Iterator[pb.InferenceResponse]", handle)))
+        self._put(lambda: self._drain(cast("Iterator[pb.InferenceResponse]", handle)), LATER_S)
 
     def abandon(self, handle: object) -> None:
         self._abandoned[id(handle)] = cast("Iterator[pb.InferenceResponse]", handle)
@@ -76,13 +82,16 @@ class BlsOpener:
 
         False if a call or an iterator does not end (its stub is dead); the process must then not run destructors.
         """
-        self._jobs.put(None)
+        self._put(None, math.inf)
         last = threading.Thread(target=self._drain_abandoned, name="bls-abandoned", daemon=True)
         last.start()
         last.join(DRAIN_S)
         if self._abandoned:
             log.error("%d streams of dead stages never ended", len(self._abandoned))
         return not self._abandoned and not self._thread.is_alive()
+
+    def _put(self, job: Callable[[], None] | None, later_s: float) -> None:
+        self._jobs.put((time.monotonic() + later_s, next(self._numbers), job))
 
     def _exec(self, call: OpenCall) -> Iterator[pb.InferenceResponse]:
         """Open one run; returns its iterator. The stage's stub answers on receipt."""
@@ -110,7 +119,7 @@ class BlsOpener:
             del self._abandoned[key]
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()[2]) is not None:
             self._began_s = time.monotonic()
             try:
                 job()

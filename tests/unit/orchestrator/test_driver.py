@@ -863,6 +863,32 @@ def test_output_waits_for_a_stub_alone_where_its_stage_can_refuse_nothing(play, 
         s.finish(stage, client.run)
 
 
+@pytest.mark.parametrize("end", ["accepts", "fails"])
+def test_text_does_not_wait_for_the_opening_of_a_stage_that_was_ready(play, end):
+    """Sixteen requests at once would wait for all openings of all of them."""
+    s = play()
+    s.states["frames"] = StageStatus(state="ready", instances=1, ready=1)
+    client = s.ask(chat("text", "audio"))
+    calls = {message.wanted or message.consumers: (message, *rest) for message, *rest in (s.take_call() for _ in ORDER)}
+    for key in (("text",), ("audio",)):
+        message, opened, _ = calls[key]
+        s.stage_of(message).reply(message.reply, msg.AcceptedMessage(client.run, s.stage_of(message).hub.address))
+        s.answer(opened)
+    s.stages["tokens"].put(client.run, 0, TextPiece("a"))
+    s.turn()
+    assert client.text == "a"
+    message, opened, failed = calls["wave",]
+    if end == "fails":
+        failed(Unavailable("gone", "frames"))
+        s.turn()
+        assert client.failed.line() == "[unavailable:frames] gone"
+        end_all(s, client.run, "tokens", "wave")
+        return
+    s.stage_of(message).reply(message.reply, msg.AcceptedMessage(client.run, s.stage_of(message).hub.address))
+    s.answer(opened)
+    end_all(s, client.run)
+
+
 @pytest.mark.parametrize("last", ["refuses", "accepts", "dies"])
 def test_no_output_leaves_before_the_last_stage_that_is_needed_has_accepted(play, last):
     """What a stage refuses must reach the client as the one answer, not behind half a text."""
