@@ -52,7 +52,7 @@ class Client:
 
     def append(self, pipeline: str, token: str, text: str, *, ends: bool = False) -> None:
         """See AsyncClient.append."""
-        self._wait(self._client.append(pipeline, token, text, ends=ends))
+        self.run(self._client.append(pipeline, token, text, ends=ends))
 
     def health(self, pipeline: str) -> dict[str, Any]:
         """See AsyncClient.health."""
