@@ -12,7 +12,8 @@ LD_PRELOAD libiomp5        Intel's OpenMP instead of GNU's: from two threads on 
                            it can only be chosen when the process starts
 TORCH_COMPILE_DISABLE      vLLM compiles one helper of `logprobs` at its first use, 18 s in which no run advances
 VLLM_ENABLE_V1_MULTIPROCESSING  0: the engine lives in the worker's own loop, not in two more processes
-VLLM_USE_V2_MODEL_RUNNER   0, unless set: our hooks have been run on the V1 runner only (see upstream_v2.py)
+VLLM_USE_V2_MODEL_RUNNER   deploy's `runner`, else as it is set, else 0: our hooks have been run on the V1 runner only
+                           (see upstream_v2.py). A stage has a process of its own, so stages may differ
 VLLM_NO_USAGE_STATS, DO_NOT_TRACK  a worker opens no connection of its own
 
 On a GPU (read in vLLM 0.32, not run):
@@ -46,7 +47,7 @@ def worker_environment(options: Mapping[str, object], device: str, prefix: Path)
     """Variables for a worker whose interpreter lives under `prefix` (…/bin/python → …)."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0"),
+        "VLLM_USE_V2_MODEL_RUNNER": _v2(options.get("runner")),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
@@ -68,3 +69,8 @@ def worker_environment(options: Mapping[str, object], device: str, prefix: Path)
     if openmp.exists() and "omp" not in preloaded:
         variables["LD_PRELOAD"] = f"{openmp}:{preloaded}" if preloaded else str(openmp)
     return variables
+
+
+def _v2(runner: object) -> str:
+    """VLLM_USE_V2_MODEL_RUNNER of an option `runner`; a wrong value is refused when the options are read."""
+    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") if runner is None else str(int(runner == "v2"))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from vllm import envs
 from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from triton_omni.backends.ar.options import ArOptions, checkpoint
@@ -21,7 +23,9 @@ from triton_omni.backends.ar.upstream import RANK_WORKER
 from triton_omni.backends.core.engine import OptionsError
 from triton_omni.backends.core.pipeline import EngineContext
 
-OURS = frozenset({"model", "threads", "sampling", "vllm", "batch_invariant", "hf_overrides", "limit_mm_per_prompt"})
+OURS = frozenset(
+    {"model", "threads", "sampling", "vllm", "batch_invariant", "runner", "hf_overrides", "limit_mm_per_prompt"}
+)
 """Options that are not handed to vLLM under their own name."""
 FIXED_KV_UTILIZATION = 0.01
 """gpu_memory_utilization beside a KV cache of fixed size. vLLM then only checks at start that this share of the GPU is
@@ -41,6 +45,7 @@ def load_llm(options: ArOptions, context: EngineContext, needed: Mapping[str, ob
             f"stage '{context.stage}' is to run on {context.device}, but the installed vLLM is built for "
             f"{current_platform.device_type}"
         )
+    check_runner(options, context)
     ranks = options.tensor_parallel_size * options.vllm.get("pipeline_parallel_size", 1)
     if needed and ranks > options.tensor_parallel_size:
         raise OptionsError(f"stage '{context.stage}': pipeline_parallel_size must be 1, every rank needs all rows")
@@ -52,13 +57,31 @@ def load_llm(options: ArOptions, context: EngineContext, needed: Mapping[str, ob
     return llm
 
 
+def check_runner(options: ArOptions, context: EngineContext) -> None:
+    """Raise OptionsError for a model runner that this process, the device or the installed vLLM does not have."""
+    if _runner(options) == "v2" and not HAS_TRITON:
+        raise OptionsError(
+            f"stage '{context.stage}': runner 'v2' needs the Triton language on its device, which {context.device} "
+            "does not have here; set 'runner: v1' or leave it out, or run the stage on a GPU"
+        )
+    if options.runner is not None and (options.runner == "v2") != bool(envs.VLLM_USE_V2_MODEL_RUNNER):
+        raise OptionsError(
+            f"stage '{context.stage}': runner '{options.runner}', but this process was started with "
+            f"VLLM_USE_V2_MODEL_RUNNER={os.environ.get('VLLM_USE_V2_MODEL_RUNNER')}"
+        )
+
+
+def _runner(options: ArOptions) -> str:
+    return options.runner or ("v2" if envs.VLLM_USE_V2_MODEL_RUNNER else "v1")
+
+
 def engine_arguments(options: ArOptions, context: EngineContext) -> dict[str, object]:
     """EngineArgs by name; what is None is left to vLLM."""
     values = {
         key: value for key, value in msgspec.structs.asdict(options).items() if key not in OURS and value is not None
     }
     values["model"] = checkpoint(options, context.models_dir)
-    values.setdefault("enforce_eager", context.device == "cpu")
+    values.setdefault("enforce_eager", context.device == "cpu" or _runner(options) == "v2")
     if options.kv_cache_memory_bytes is not None:
         values.setdefault("gpu_memory_utilization", FIXED_KV_UTILIZATION)
     if options.batch_invariant and context.device == "cpu":

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -39,6 +39,10 @@ class ArOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_memory_utilization  share of the GPU that must be free at start; None: what vLLM wants, or almost nothing if the
                             KV cache has a fixed size, so that stages can share a GPU and restart beside each other
     scheduling_policy       "priority" honours the request's priority; equal priorities are first come, first served
+    runner                  vLLM's model runner: "v1", or "v2" where vLLM has it for the device; None: that of variable
+                            VLLM_USE_V2_MODEL_RUNNER, else v1 (read by environment.py, before this process exists)
+    enforce_eager           steps without CUDA graphs; None: on a CPU, and with runner v2, whose captured steps are not
+                            compared with eager ones at start
     batch_invariant         the tokens of a run do not depend on the runs beside it: float32 on a CPU, vLLM's
                             batch-invariant kernels on a GPU (docs/operations.md says what it costs)
     vllm         further EngineArgs by name, for what has no key of its own here
@@ -56,6 +60,7 @@ class ArOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: Count | None = None
     tensor_parallel_size: Count = 1
     quantization: str | None = None
+    runner: Literal["v1", "v2"] | None = None
     enforce_eager: bool | None = None
     enable_prefix_caching: bool = True
     batch_invariant: bool = False

@@ -45,7 +45,7 @@ class Network(Protocol):
     def predict(self, hidden: torch.Tensor, tokens: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
         """Complete the frames that `tokens` (runs,) begin, from the last hidden rows (runs, hidden).
 
-        Returns frames (runs, books) int64 and their summed embedding (runs, hidden).
+        Returns frames (runs, books) int64 and their summed embedding (runs, hidden); the next call may overwrite both.
         """
         ...
 
@@ -183,7 +183,7 @@ class RowStore:
             runs = [self.runs[keys[index]] for index in finite]
             codes = torch.tensor(tokens, device=hidden.device)
             predicted, sums = self._network.predict(hidden[finite], codes[finite], _draws(runs, hidden.device))
-            for run, total in zip(runs, sums, strict=True):
+            for run, total in zip(runs, sums.clone(), strict=True):
                 run.sums.append(total)
             frames = predicted.to(torch.int16).cpu().numpy()
         self._result = FrameBatch([keys[index] for index in finite], frames, dict(self._failures))

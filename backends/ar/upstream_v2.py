@@ -2,8 +2,8 @@
 """The hooks of upstream.py for vLLM's V2 model runner. UNTESTED: that runner needs a GPU, and none was at hand.
 
 tests/reference/test_ar_upstream_v2.py checks that what is overridden and read here exists in the installed vLLM, and
-what the hooks do on a runner made for the test. To try it on a GPU start the server with VLLM_USE_V2_MODEL_RUNNER=1 and
-run tests/reference/test_ar_omni*.py with device cuda; then take the pin out of environment.py.
+what the hooks do on a runner made for the test. To try it on a GPU set `runner: v2` in a stage's `engine` section, or
+run tests/reference/test_ar_omni*.py with VLLM_USE_V2_MODEL_RUNNER=1 on one.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from triton_omni.backends.core.engine import OptionsError
         ({"model": "m", "max_num_seqs": 0}, "max_num_seqs"),
         ({"model": "m", "gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"model": "m", "scheduling_policy": "lifo"}, "scheduling_policy"),
+        ({"model": "m", "runner": "v3"}, "runner"),
     ],
 )
 def test_wrong_options_are_named(given, words):
@@ -99,3 +100,16 @@ def test_a_gpu_worker_samples_alike_on_all_hosts(tmp_path, monkeypatch):
     found = worker_environment({"batch_invariant": True}, "cuda", tmp_path)
     assert found["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and found["VLLM_BATCH_INVARIANT"] == "1"
     assert str(tmp_path) not in found["PATH"] and "cuda" not in found["PATH"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_stages_of_a_server_choose_their_runners(device, tmp_path, monkeypatch):
+    """Each stage is a process; what deploy says beats what the server was started with."""
+
+    def v2(**options):
+        return worker_environment(options, device, tmp_path)["VLLM_USE_V2_MODEL_RUNNER"]
+
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    assert (v2(), v2(runner="v1"), v2(runner="v2")) == ("0", "0", "1")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert (v2(), v2(runner="v1"), v2(runner="v2")) == ("1", "0", "1")
