@@ -117,16 +117,20 @@ class KeyUse:
         self.requests.change(key.requests_per_min)
         self.audio_s.change(key.audio_s_per_min)
 
-    @contextmanager
-    def request(self) -> Generator[None]:
-        """One request. Raises ApiError 429 if the key has none left."""
+    def spend_request(self) -> None:
+        """Count one request. Raises ApiError 429 if the key has none left."""
         wait_s = max(self.requests.wait_s(1), self.audio_s.wait_s(1e-9))
         if wait_s:
             kind = "requests" if self.requests.wait_s(1) else "seconds of audio"
             raise _exceeded(f"This key has no {kind} left; try again in {wait_s:.0f} s.", wait_s)
+        self.requests.spend(1)
+
+    @contextmanager
+    def request(self) -> Generator[None]:
+        """One request while it runs. Raises ApiError 429 if the key has none left."""
         if self.key.concurrent is not None and self.live >= self.key.concurrent:
             raise _exceeded(f"This key may have {self.key.concurrent} requests at a time.", 1.0)
-        self.requests.spend(1)
+        self.spend_request()
         self.live += 1
         try:
             yield

@@ -291,7 +291,7 @@ Sent = list[dict[str, Any]]
 def websocket(app: Any, *headers: tuple[bytes, bytes]) -> Sent:
     """What the app sends to a WebSocket that opens."""
     scope = {
-        "type": "websocket", "path": "/v1/realtime", "raw_path": b"/v1/realtime", "query_string": b"",
+        "type": "websocket", "path": "/v1/no-such-route", "raw_path": b"/v1/no-such-route", "query_string": b"",
         "headers": [(b"host", b"localhost"), *headers], "subprotocols": [], "scheme": "ws", "root_path": "",
         "extensions": {"websocket.http.response": {}},
     }  # fmt: skip
