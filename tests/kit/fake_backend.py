@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,8 +107,9 @@ class FakeBackend:
         try:
             self._refuse(request)
             if request.open_input:
-                async for piece in self._streamed(call):
-                    yield piece
+                async with aclosing(self._streamed(call)) as pieces:  # `over` comes after all of it
+                    async for piece in pieces:
+                        yield piece
                 call.completed = True
                 return
             for count, piece in enumerate(self._pieces(request)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Valid requests of every route of the proxy, and seeded mutations of their values, forms, bytes and headers."""
+"""Valid requests of all routes of docs/openapi.json, and seeded mutations of their values, forms, bytes and headers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import httpx
 import msgspec
 import numpy as np
 from PIL import Image
 
-from triton_omni.openai.endpoints.openapi import BODIES, FORMS
+from triton_omni.openai.endpoints.openapi import BODIES, FORMS, ITEMS, LISTS
 from triton_omni.openai.media import audio as coding
 
 WAV = coding.encode("wav", 16_000, [np.zeros(4000, np.float32)])
+VOICE = coding.encode("wav", 8_000, [np.tile(np.float32([0.5, -0.5]), 4000)])
+UPLOADS = ("/v1/audio/voices", "/v1/audio/voice_consents")
+KEPT = "kept"
+"""Name of the voice and of the consent that `preparations` make and no mutant deletes."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
 VALUES: list[Any] = [
@@ -30,7 +35,11 @@ VALUES: list[Any] = [
     {"id": "x"}, [1] * 3000,
 ]  # fmt: skip
 
-HEADERS = (b"gzip", b"text/plain", b"", b"\xff", b"x" * 300, b"multipart/form-data")
+HEADER_NAMES = ("content-type", "content-encoding", "x-request-id", "traceparent", "accept", "expect", "authorization")
+CHARSETS = [
+    b"multipart/form-data; boundary=b; charset=" + name for name in (b"undefined", b"utf-16", b"unicode_escape")
+]
+HEADER_VALUES = (b"gzip", b"text/plain", b"", b"\xff", b"x" * 300, b"multipart/form-data", *CHARSETS)
 
 
 def nested(depth: int) -> Any:
@@ -92,6 +101,14 @@ def bodies(model: str) -> dict[str, list[dict[str, Any]]]:
             {"model": model, "input": "one two", "voice": "sine", "response_format": "wav", "speed": 1.0},
             {"model": model, "input": "one two", "voice": {"id": "sine"}, "stream_format": "sse"},
         ],
+        "/dev/captioned_speech": [
+            {"model": model, "input": "one two", "voice": "sine", "response_format": "wav", "speed": 1.0},
+            {"model": model, "input": "one two", "voice": {"id": "sine"}, "stream": False, "return_timestamps": False},
+        ],
+        "/v1/embeddings": [
+            {"model": model, "input": ["one", [1, 2]], "dimensions": 8, "encoding_format": "float", "user": "u"},
+        ],
+        "/v1/audio/voice_consents/{name}": [{"name": KEPT}],
         "/v1/images/generations": [
             {"model": model, "prompt": "a fox", "size": "16x16", "n": 1, "num_inference_steps": 2, "seed": 3},
             {"model": model, "prompt": "a fox", "stream": True, "partial_images": 2, "lora": {"name": "l", "scale": 1}},
@@ -101,13 +118,18 @@ def bodies(model: str) -> dict[str, list[dict[str, Any]]]:
 
 def forms(model: str) -> dict[str, list[list[tuple[str, Any]]]]:
     """Route → fields of valid forms; a file is (name, bytes)."""
-    audio, image = ("a.wav", WAV), ("a.png", PNG)
+    audio, voice, image = ("a.wav", WAV), ("v.wav", VOICE), ("a.png", PNG)
     return {
         "/v1/audio/transcriptions": [
             [("file", audio), ("model", model), ("language", "en"), ("response_format", "verbose_json"),
              ("timestamp_granularities[]", "word"), ("chunking_strategy", "auto")],
             [("file", audio), ("model", model), ("stream", "true"), ("stages[words][n]", "1")],
         ],
+        "/v1/audio/voices": [
+            [("audio_sample", voice), ("name", "ann"), ("ref_text", "one two"), ("speaker_description", "calm")],
+            [("audio_sample", voice), ("name", "bob"), ("consent", "cons_1")],
+        ],
+        "/v1/audio/voice_consents": [[("recording", voice), ("name", "ann"), ("language", "en-US")]],
         "/v1/images/edits": [
             [("image", image), ("mask", image), ("model", model), ("prompt", "x"), ("size", "16x16"), ("n", "1")],
             [("image[]", image), ("image[]", image), ("model", model), ("prompt", "x"), ("stream", "True")],
@@ -116,30 +138,64 @@ def forms(model: str) -> dict[str, list[list[tuple[str, Any]]]]:
 
 
 ROUTES = (*bodies(""), *forms(""))
+READ_ROUTES = tuple(f"GET {path}" for path in (*ITEMS, *LISTS) if path != "/v1/events")
+"""Routes without a body, some of them also with DELETE; /v1/events never ends."""
+REFUSING = ("/v1/embeddings", *(route for route in READ_ROUTES if "{" in route))
+"""Routes that no valid request makes succeed, or of which most names do not exist."""
+NAMES = (
+    "", " ", ".", "..", "../x", "a/b", "voice_1", "cons_" + "0" * 32, "toy", "fake", "x" * 300, "é", "🦊", "\x00",
+    "\r\n", "?", "#", "%", "*", "[", "a\ud83d", "' or 1=1 --",
+)  # fmt: skip
 
 
 @dataclass
 class Mutant:
-    """A request that may be wrong in one to three places."""
+    """A request that may be wrong in one to three places. `path`: the route with names in place."""
 
     route: str
-    content: bytes
+    path: str
+    content: bytes = b""
     headers: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    method: str = "POST"
+
+    def options(self) -> dict[str, Any]:
+        """What httpx's `request` takes."""
+        headers = httpx.Headers(list(self.headers.items()))
+        return {"method": self.method, "url": self.path, "content": self.content, "headers": headers}
 
 
 def mutants(route: str, model: str, count: int, seed: int = 0) -> Iterator[Mutant]:
     """`count` mutants of a route; the same seed makes the same ones."""
     rng = random.Random(f"{seed} {route}")
     for _ in range(count):
+        if route in READ_ROUTES:
+            yield _read(rng, route.removeprefix("GET "))
+            continue
         mutant = _json(rng, route, model) if route in BODIES else _form(rng, route, model)
+        mutant.path = _path(rng, route)
         if rng.random() < 0.1:
             mutant.content = _bytes(rng, mutant.content)
         if rng.random() < 0.1:
-            name = rng.choice(["content-type", "content-encoding", "x-request-id", "traceparent", "accept", "expect"])
-            mutant.headers[name] = rng.choice(
-                [b"gzip", b"text/plain", b"", b"\xff", b"x" * 300, b"multipart/form-data"]
-            )
+            mutant.headers[rng.choice(HEADER_NAMES)] = rng.choice(HEADER_VALUES)
         yield mutant
+
+
+def preparations() -> Iterator[dict[str, Any]]:
+    """Requests, as httpx's `request` takes them, before the mutants of a server: what they may name exists."""
+    for route, file in zip(UPLOADS, ("audio_sample", "recording"), strict=True):
+        data = {"name": KEPT} | ({"language": "en"} if file == "recording" else {})
+        yield {"method": "POST", "url": route, "data": data, "files": {file: ("v.wav", VOICE)}}
+
+
+def undoing(mutant: Mutant, response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The request that undoes what a mutant has made, so that the next one finds room and its name free."""
+    if response.status_code != 200 or mutant.method != "POST" or not mutant.route.startswith(UPLOADS):
+        return
+    item = {"url": f"{mutant.route.removesuffix('/{name}')}/{response.json()['id']}"}
+    if mutant.route in UPLOADS:
+        yield {"method": "DELETE", **item}
+    else:
+        yield {"method": "POST", **item, "json": {"name": KEPT}}
 
 
 def _json(rng: random.Random, route: str, model: str) -> Mutant:
@@ -147,7 +203,28 @@ def _json(rng: random.Random, route: str, model: str) -> Mutant:
     for _ in range(rng.randint(1, 3)):
         _mutate(rng, body, [*BODIES[route].__struct_fields__])
     text = json.dumps(body)
-    return Mutant(route, text.encode(), {"content-type": b"application/json"})
+    return Mutant(route, route, text.encode(), {"content-type": b"application/json"})
+
+
+def _read(rng: random.Random, route: str) -> Mutant:
+    """A request without a body: any name in the path, a query, a header."""
+    path = _path(rng, route)
+    if rng.random() < 0.3:
+        path += "?" + urlencode({rng.choice(["model", "limit", "after", "", "x"]): rng.choice(NAMES)}, errors="replace")
+    headers = {rng.choice(HEADER_NAMES): rng.choice(HEADER_VALUES)} if rng.random() < 0.2 else {}
+    methods = ITEMS.get(route, ("get",)) if KEPT not in path else ("get",)
+    return Mutant(route, path, headers=headers, method=rng.choice(methods).upper())
+
+
+def _path(rng: random.Random, route: str) -> str:
+    """The route with a name in place of each parameter."""
+    start, brace, _ = route.partition("{")
+    if not brace:
+        return route
+    if rng.random() < 0.5:
+        return start + KEPT
+    name = rng.choice(NAMES if start != "/v1/events/" else NAMES[1:])  # without a name: the stream that never ends
+    return start + quote(name, safe="", errors="replace").replace(".", "%2e")
 
 
 def _mutate(rng: random.Random, body: dict[str, Any], known: list[str]) -> None:
@@ -204,7 +281,9 @@ def _form(rng: random.Random, route: str, model: str) -> Mutant:
             fields[place] = (name, (value[0], _bytes(rng, value[1])) if is_file else rng.choice(["", "x", "1e9", "-1"]))
     safe = [(n, v if isinstance(v, tuple) else (None, v.encode("utf-8", "replace"))) for n, v in fields]
     request = httpx.Request("POST", "http://x", files=safe or [("none", (None, ""))])
-    return Mutant(route, request.read(), {"content-type": request.headers["content-type"].encode()})
+    kind = request.headers["content-type"]
+    charset = f"; charset={rng.choice(['utf-8', 'idna', 'utf-7', 'unicode_escape'])}" if rng.random() < 0.1 else ""
+    return Mutant(route, route, request.read(), {"content-type": f"{kind}{charset}".encode()})
 
 
 def _bytes(rng: random.Random, data: bytes) -> bytes:

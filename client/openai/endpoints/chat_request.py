@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from triton_omni.openai.http.errors import invalid, missing, unsupported
 
 MODALITIES = ("text", "audio", "image")
 MIN_TOP_P = 1e-6
+_REGIONAL = re.compile(r"[A-Za-z]{2}([-_][A-Za-z]{4})?([-_]([A-Za-z]{2}|[0-9]{3}))?")
+"""BCP 47: language, script, region."""
 PARAMS = image_request.PARAMS | {
     "speech.voice": "audio.voice", "sampling.json_schema": "response_format", "sampling.logprobs": "top_logprobs",
 }  # fmt: skip
@@ -43,10 +46,8 @@ class ChatCall:
 async def read_chat(body: ChatBody, context: RequestContext, params: Sequence[str] = ()) -> ChatCall:
     """The call. Raises ApiError naming the parameter; `params` are other names of the messages than `messages[i]`."""
     with_usage = wants_usage(body)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
-    if body.min_tokens:
-        raise unsupported("min_tokens", "'min_tokens' is not supported; 'ignore_eos' with 'max_tokens' fixes a length.")
     if body.chat_template_kwargs is not None and body.chat_template_kwargs.enable_thinking:
         raise unsupported("chat_template_kwargs.enable_thinking", "No model here has a thinking mode.")
     modalities = _modalities(body)
@@ -66,7 +67,7 @@ async def read_chat(body: ChatBody, context: RequestContext, params: Sequence[st
         modalities=modalities,
         sampling=sampling,
         image=image,
-        speech=SpeechParams(voice, body.language, body.speed or 1.0),
+        speech=SpeechParams(voice, language_of(body.language), body.speed or 1.0),
         tools=tools,
         tool_choice=tool_choice,
         stages=body.stages or {},
@@ -95,6 +96,8 @@ def sampling_of(
     body: ChatBody | CompletionBody, max_tokens: int | None, top_logprobs: int | None, json_schema: Json | None = None
 ) -> Sampling:
     """How tokens are chosen. Raises ApiError naming the parameter."""
+    if body.min_tokens:
+        raise unsupported("min_tokens", "'min_tokens' is not supported; 'ignore_eos' with 'max_tokens' fixes a length.")
     stop = body.stop or ()
     return Sampling(
         max_tokens=max_tokens,
@@ -132,6 +135,11 @@ def _audio_format(body: ChatBody, modalities: tuple[str, ...]) -> str | None:
     if body.stream and body.audio.format != "pcm16":
         raise unsupported("audio.format", f"Streams carry audio as 'pcm16', not '{body.audio.format}'.")
     return body.audio.format
+
+
+def language_of(tag: str | None) -> str | None:
+    """The language of a tag with a script or region, such as en-US or zh_Hans; None for ""; other names as they are."""
+    return (tag[:2] if tag and _REGIONAL.fullmatch(tag) else tag) or None
 
 
 def name_of(voice: str | VoiceId) -> str:
@@ -172,6 +180,8 @@ def _tools(body: ChatBody) -> tuple[tuple[Json, ...], str]:
     tools: tuple[Json, ...] = tuple(msgspec.to_builtins(tool) for tool in body.tools or ())
     if choice is None:
         return tools, "auto"
+    if not tools and choice == "auto":
+        return (), choice
     if not tools:
         raise invalid("tool_choice", "'tool_choice' needs 'tools'.")
     if isinstance(choice, str):

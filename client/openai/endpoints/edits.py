@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 from starlette.datastructures import FormData
@@ -20,7 +21,8 @@ from triton_omni.openai.http.forms import file_in, opened_form, parse_form
 from triton_omni.openai.http.pools import Pools
 
 MAX_IMAGES = 16
-IMAGES = ("image", "image[]")
+_IMAGE = re.compile(r"image(\[\d*\])?")
+"""The field of an image, also of several, as forms number them."""
 
 
 async def edit(request: Request) -> Response:
@@ -28,7 +30,7 @@ async def edit(request: Request) -> Response:
     context = context_of(request)
     async with opened_form(request) as form:
         images, mask = await _files(form)
-        body = parse_form(EditBody, form, (*IMAGES, "mask"), context.ignored)
+        body = parse_form(EditBody, form, ("image", *filter(_IMAGE.fullmatch, form), "mask"), context.ignored)
         context.check_model(body.model)
         try:
             await context.services.catalogue.check_media(body.model, "image", "image")
@@ -42,7 +44,7 @@ async def edit(request: Request) -> Response:
 
 async def _files(form: FormData) -> tuple[list[bytes], bytes | None]:
     """(images, mask) as they were sent. Raises ApiError."""
-    images = [value for key in IMAGES for value in form.getlist(key)]
+    images = [value for key, value in form.multi_items() if _IMAGE.fullmatch(key)]
     if not images:
         raise missing("image")
     if len(images) > MAX_IMAGES:

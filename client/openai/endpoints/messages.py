@@ -59,8 +59,8 @@ class MessageReader:
         if message.audio is not None:
             spoken = self._transcript(message.audio.id, f"{path}.audio.id")
             return content if isinstance(content, str) and content else spoken
-        if not content and message.role == "assistant":
-            return ""  # it called functions, drew images, refused, or said nothing
+        if not content and message.role in ("assistant", "tool"):
+            return ""  # it called functions, drew images, refused, or said nothing; a function returned nothing
         if content is None:
             raise missing(f"{path}.content")
         if isinstance(content, str):

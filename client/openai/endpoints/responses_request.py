@@ -52,7 +52,7 @@ class Conversation:
         match item:
             case schemas.MessageItem():
                 content = item.content
-                parts = content if isinstance(content, str) else [_part(part) for part in content]
+                parts = [_part(part) for part in content] if isinstance(content, list) else content
                 self._append(ChatMessage(role=item.role, content=parts), param)
             case schemas.FunctionCallItem():
                 call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))

@@ -51,7 +51,9 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Modality = Literal["text", "audio", "image"]
 AudioFileFormat = Literal["mp3", "opus", "aac", "flac", "wav"]
-InputAudioFormat = Literal["wav", "mp3", "flac", "opus", "ogg", "aac", "m4a", "mp4", "webm"]
+InputAudioFormat = Literal[
+    "wav", "mp3", "flac", "opus", "ogg", "aac", "m4a", "mp4", "webm", "mpeg", "mpga", "oga", "amr", "aiff", "caf", "au"
+]
 ImageQuality = Literal["auto", "low", "medium", "high", "xhigh", "max", "standard", "hd"]
 
 
@@ -144,6 +146,7 @@ class InputAudio(Strict, kw_only=True):
 
 
 class ImageUrl(Strict, kw_only=True):
+    ignored_fields: ClassVar[Names] = frozenset(("format",))  # the data says what it is
     url: Url
     detail: Literal["auto", "low", "high", "original"] | None = None
 
@@ -303,6 +306,9 @@ class NamedToolChoice(msgspec.Struct, kw_only=True):
 class ChatBody(_ImageOptions, kw_only=True):
     """POST /v1/chat/completions"""
 
+    refused_fields: ClassVar[Reasons] = {
+        "functions": "is not supported: send 'tools'.", "function_call": "is not supported: send 'tool_choice'.",
+    }  # fmt: skip
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     modalities: Annotated[list[Modality], Meta(min_length=1)] | None = None
     audio: AudioOptions | None = None
@@ -358,7 +364,7 @@ class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message")
     """One turn. `type` may be left out."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[ItemPart], Meta(max_length=MAX_MESSAGES)]
+    content: Text | Annotated[list[ItemPart], Meta(max_length=MAX_MESSAGES)] | None = None
 
 
 class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
@@ -480,6 +486,7 @@ class CompletionBody(_JsonBody, kw_only=True):
     min_p: Fraction | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
 class EmbeddingBody(Strict, kw_only=True):
@@ -509,6 +516,12 @@ class SpeechBody(_JsonBody, kw_only=True):
     instructions: Annotated[str, Meta(max_length=MAX_INPUT_CHARS)] | None = None
     timestamp_granularities: Annotated[list[Literal["word"]], Meta(max_length=1)] | None = None
     word_timestamps: bool | None = None
+
+    @classmethod
+    def prepare(cls, values: Json) -> None:
+        """Clients send one granularity as a string, as they do in forms."""
+        if isinstance(granularity := values.get("timestamp_granularities"), str):
+            values["timestamp_granularities"] = [granularity]
 
     @property
     def with_words(self) -> bool:

@@ -23,7 +23,7 @@ from triton_omni.backends.wire import (
 )
 from triton_omni.media import Media
 from triton_omni.openai.endpoints.chat_answer import usage_of
-from triton_omni.openai.endpoints.chat_request import name_of
+from triton_omni.openai.endpoints.chat_request import language_of, name_of
 from triton_omni.openai.endpoints.schemas import CaptionedSpeechBody, Json, SpeechBody, SpeechStreamConfig
 from triton_omni.openai.endpoints.voices import VoiceSample, sample_of
 from triton_omni.openai.http import sse
@@ -87,7 +87,7 @@ async def speech_call(
         open_input=is_stream,
         messages=() if sample is None else (_recording(sample, media),),
         modalities=(AudioPiece.kind, WordsPiece.kind) if body.with_words else (),
-        speech=SpeechParams(voice, body.language, body.speed or 1.0, instructions or ""),
+        speech=SpeechParams(voice, language_of(body.language), body.speed or 1.0, instructions or ""),
         stages=body.stages or {},
         deadlines=body.deadlines or Deadlines(),
         priority=body.priority or 0,
@@ -109,6 +109,7 @@ async def _sample(
     body: SpeechBody | CaptionedSpeechBody | SpeechStreamConfig, context: RequestContext
 ) -> VoiceSample | None:
     """The recording whose voice is to speak, if there is one. Raises ApiError."""
+    context.check_model(body.model)
     if not isinstance(body, SpeechBody):
         return await sample_of(context, body.voice, None, None, True)
     if body.ref_audio is None and (body.ref_text is not None or body.x_vector_only_mode is not None):
@@ -116,6 +117,8 @@ async def _sample(
         raise invalid(param, f"'{param}' is about the recording in 'ref_audio', which is missing.")
     if body.ref_audio is not None and body.x_vector_only_mode is False and not (body.ref_text or "").strip():
         raise missing("ref_text")
+    if body.ref_audio is not None:
+        await context.services.catalogue.check_media(body.model, "audio", "ref_audio")
     return await sample_of(context, body.voice, body.ref_audio, body.ref_text, body.x_vector_only_mode is not True)
 
 

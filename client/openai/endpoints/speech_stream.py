@@ -160,7 +160,8 @@ class SpeechSession:
         async for _, piece in pieces:
             if piece.event.token and not self._token.done():
                 self._token.set_result(piece.event.token)
-                await self._socket.send_json({"type": "session.created", "id": self._context.request_id})
+                ignored = {"ignored_parameters": self._context.ignored} if self._context.ignored else {}
+                await self._socket.send_json({"type": "session.created", "id": self._context.request_id, **ignored})
             if words := words_of(piece):
                 await self._socket.send_json({"type": "audio.words", "words": word_dicts(words)})
             if not (data := writer.encoded(piece)) and piece.event.type != "end":

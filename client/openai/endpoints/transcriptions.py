@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -22,6 +21,7 @@ from triton_omni.backends.wire import (
     TranscriptPiece,
 )
 from triton_omni.media import Media
+from triton_omni.openai.endpoints.chat_request import language_of
 from triton_omni.openai.endpoints.messages import media_errors
 from triton_omni.openai.endpoints.schemas import Json, TranscriptionBody
 from triton_omni.openai.endpoints.speech import word_dicts
@@ -33,7 +33,6 @@ from triton_omni.openai.http.forms import file_in, opened_form, parse_form
 from triton_omni.pieces import Piece
 
 PARAMS = {"messages": "file", "messages[0].content[0]": "file", "audio": "file"}
-_REGIONAL = re.compile(r"[A-Za-z]{2}[-_][A-Za-z]{2}")
 GRANULARITIES = "timestamp_granularities[]"
 
 
@@ -130,7 +129,7 @@ def _call(body: TranscriptionBody, part: Part, media: Media) -> BackendCall:
     request = GenerateRequest(
         operation="transcription",
         messages=(Message("user", (part,)),),
-        transcription=TranscriptionParams(_language(body.language), with_words),
+        transcription=TranscriptionParams(language_of(body.language), with_words),
         stages=body.stages or {},
         deadlines=body.deadlines or Deadlines(),
         priority=body.priority or 0,
@@ -138,11 +137,6 @@ def _call(body: TranscriptionBody, part: Part, media: Media) -> BackendCall:
     error = unsupported(GRANULARITIES, f"'{body.model}' does not provide the times of single words.")
     errors = {"transcription": error, "transcription.word_timestamps": error} if with_words else {}
     return BackendCall(body.model, request, PARAMS, media.tensors, errors=errors)
-
-
-def _language(tag: str | None) -> str | None:
-    """The language of a tag with a region, such as en-US or pt_BR; other names as they are."""
-    return tag[:2] if tag and _REGIONAL.fullmatch(tag) else tag
 
 
 def _token_usage(end: Event) -> Json:

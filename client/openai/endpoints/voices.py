@@ -83,7 +83,7 @@ async def check_is_no_upload(context: RequestContext, voice: VoiceName, model: s
 async def list_voices(request: Request) -> Response:
     """GET /v1/audio/voices: names of all models' voices, or those of `?model=`, and what the key has uploaded."""
     context = context_of(request)
-    names = await _built_in(request, request.query_params.get("model"))
+    names = await _built_in(request, request.query_params.get("model") or None)
     store = context.services.recordings
     own = [] if store is None else await in_thread(context.services.pools.media, store.all, _owner(context), VOICE)
     return JSONResponse({"voices": [*names, *(voice.name for voice in own)], "uploaded_voices": [*map(_voice, own)]})

@@ -74,7 +74,6 @@ ROUTES = (
     Route("/v1/audio/voice_consents/{name}", voices.delete_consent, methods=["DELETE"]),
     Route("/v1/audio/models", status.list_audio_models),
     Route("/v1/models", status.list_models),
-    Route("/v1/models/", status.list_models),
     Route("/v1/models/{model:path}", status.show_model),
     Route("/v1/events", events.events),
     Route("/v1/events/{request:path}", events.trace),
@@ -128,6 +127,7 @@ def make_app(backend: Backend, settings: Settings) -> Starlette:
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},  # pyright: ignore[reportArgumentType]
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # Guard takes paths with a slash at the end as those without
     app.state.access = services.access
     return app
 

@@ -10,7 +10,8 @@ from typing import TypeVar, cast
 
 import msgspec
 from msgspec import inspect
-from starlette.datastructures import FormData, UploadFile
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
@@ -20,6 +21,9 @@ from triton_omni.openai.http.parsing import Values, from_text, members, parse_bo
 Body = TypeVar("Body", bound=msgspec.Struct)
 MAX_FIELDS = 100
 MAX_FILES = 32
+_BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{1,256}")
+_INDEX = re.compile(r"\[\d*\]$")
+"""What clients append to the name of an array."""
 _INNER = re.compile(r"\[([^\[\]]+)\]")
 _NESTED = re.compile(rf"[^\[\]]+(?:{_INNER.pattern})+")
 
@@ -29,7 +33,7 @@ async def opened_form(request: Request) -> AsyncGenerator[FormData]:
     """The body as a form. Raises ApiError for another kind of body."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise ApiError(400, "The body must be multipart/form-data.", code="invalid_form")
-    parser = _Parser(request.headers, request.stream(), max_files=MAX_FILES, max_fields=MAX_FIELDS)
+    parser = _Parser(_head(request.headers), request.stream(), max_files=MAX_FILES, max_fields=MAX_FIELDS)
     try:
         form = await parser.parse()
     except MultiPartException as error:
@@ -40,6 +44,15 @@ async def opened_form(request: Request) -> AsyncGenerator[FormData]:
         yield form
     finally:
         await form.close()
+
+
+def _head(headers: Headers) -> Headers:
+    """The content type with nothing but its boundary: forms have no `charset`, and Python's codecs are not the
+    client's to choose. Raises ApiError."""
+    boundary = parse_options_header(headers["content-type"])[1].get(b"boundary", b"").decode("latin-1")
+    if not _BOUNDARY.fullmatch(boundary):
+        raise ApiError(400, "The form cannot be read: its Content-Type has no valid boundary.", code="invalid_form")
+    return Headers({"content-type": f'multipart/form-data; boundary="{boundary}"'})
 
 
 class _Parser(MultiPartParser):
@@ -59,8 +72,8 @@ async def file_in(value: UploadFile | str, param: str) -> bytes:
 def parse_form(kind: type[Body], form: FormData, files: Collection[str], ignored: list[str] | None = None) -> Body:
     """The fields that are no `files` as a struct. Raises ApiError naming the parameter.
 
-    SDKs write objects as JSON or as `stages[words][n]`, arrays as `include[]` or by repeating a name. An empty field
-    counts as not sent.
+    SDKs write objects as JSON or as `stages[words][n]`, arrays as JSON, as `include[]`, as `include[0]` or by repeating
+    a name. An empty field counts as not sent.
     """
     types = {field.encode_name: field.type for field in cast(inspect.StructType, inspect.type_info(kind)).fields}
     values: Values = {}
@@ -68,10 +81,14 @@ def parse_form(kind: type[Body], form: FormData, files: Collection[str], ignored
         if key in files or value == "":
             continue
         if isinstance(value, UploadFile):
-            raise invalid(key, f"'{key}' must not be a file.", "invalid_type")
-        name = key.removesuffix("[]")
+            if key in types:
+                raise invalid(key, f"'{key}' must not be a file.", "invalid_type")
+            known = ", ".join(f"'{name}'" for name in files)
+            raise invalid(key, f"Unknown parameter: '{key}'; files are: {known}.", "unknown_parameter")
+        name = _INDEX.sub("", key)
         if _has(types.get(name), inspect.ListType):
-            values.setdefault(name, []).append(value)
+            several = from_text(value, None) if value.startswith("[") else None
+            values.setdefault(name, []).extend(cast(list[object], several) if isinstance(several, list) else [value])
         else:
             _set(values, key, value, types.get(key))
     try:

@@ -32,6 +32,8 @@ from triton_omni.openai.http.tracing import traced
 log = logging.getLogger("triton_omni.proxy")
 
 PROTECTED = ("/v1/", "/dev/")
+FREE_NAMES = "/v1/events/"
+"""Below it are ids that clients choose; they may end with a slash."""
 NO_KEY = ApiError(401, "You didn't provide an API key.", code="invalid_api_key")
 WRONG_KEY = ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
 INTERNAL = ApiError(500, "Internal error of the proxy.", code="internal_error", kind="server_error")
@@ -63,6 +65,8 @@ class Guard:
         self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if "path" in scope and (path := scope["path"].removesuffix("/")) and not path.startswith(FREE_NAMES):
+            scope["path"] = path  # a redirect would lose the body with most clients
         if scope["type"] == "websocket":
             await self._open_socket(scope, receive, send)
             return
@@ -73,15 +77,7 @@ class Guard:
         route = self._route(scope["path"])
         metrics.in_flight.labels(route).inc()
         async with AsyncExitStack() as stack:
-            sent_id = Headers(scope=scope).get("x-request-id", "")
-            context = RequestContext(
-                services=self._services,
-                request_id=sent_id if _REQUEST_ID.fullmatch(sent_id) else wire.new_request_id(),
-                stack=stack,
-                share=stack.enter_context(self._services.budget.share()),
-                ignored=[] if self._settings.is_lenient else None,
-            )
-            set_context(scope, context)
+            context = self._context(scope, stack)
             stack.enter_context(traced(self._traces, scope, context))
             response = ResponseSender(send, context)
             try:
@@ -92,11 +88,26 @@ class Guard:
                 if response.first_byte_s is not None:
                     metrics.first_byte.labels(route).observe(response.first_byte_s)
 
+    def _context(self, scope: Scope, stack: AsyncExitStack) -> RequestContext:
+        """The context of a request or WebSocket, under the id that its client sent if that is one."""
+        sent_id = Headers(scope=scope).get("x-request-id", "")
+        context = RequestContext(
+            services=self._services,
+            request_id=sent_id if _REQUEST_ID.fullmatch(sent_id) else wire.new_request_id(),
+            stack=stack,
+            share=stack.enter_context(self._services.budget.share()),
+            ignored=[] if self._settings.is_lenient else None,
+        )
+        set_context(scope, context)
+        return context
+
     def _route(self, path: str) -> str:
         for prefix, route in (
             ("/v1/models/", "/v1/models/{model}"),
             ("/v1/responses/", "/v1/responses/{response}"),
             ("/v1/events/", "/v1/events/{request}"),
+            ("/v1/audio/voices/", "/v1/audio/voices/{name}"),
+            ("/v1/audio/voice_consents/", "/v1/audio/voice_consents/{name}"),
         ):
             if path.startswith(prefix):
                 return route
@@ -128,7 +139,7 @@ class Guard:
         limits = self._settings.limits
         body: bytes | None = await Receiver(receive, context.share, limits).body(headers)
         encoding = headers.get("content-encoding", "identity").strip().lower()
-        if body and encoding != "identity":
+        if body and encoding not in ("", "identity"):
             body = await in_thread(self._services.pools.media, decompressed, body, encoding, limits.body_bytes)
             context.share.take(counted(len(body)) - context.share.held)
         context.body_bytes = context.share.held
@@ -173,11 +184,7 @@ class Guard:
     async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand a WebSocket on, or refuse it before it is accepted."""
         async with AsyncExitStack() as stack:
-            share = stack.enter_context(self._services.budget.share())
-            context = RequestContext(
-                services=self._services, request_id=wire.new_request_id(), stack=stack, share=share
-            )
-            set_context(scope, context)
+            context = self._context(scope, stack)
             try:
                 self._admit(scope, Headers(scope=scope), context)
             except ApiError as error:

@@ -24,7 +24,7 @@ MAX_SHOWN_CHARS = 100
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 _TYPE_ERROR = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
 _LENGTH_ERROR = re.compile(r"Expected `(\w+)` of length ([<>]=) (\d+)")
-_BOOLEANS = {"true": "true", "1": "true", "false": "false", "0": "false"}
+_BOOLEANS = {**dict.fromkeys(("true", "1", "yes", "on"), "true"), **dict.fromkeys(("false", "0", "no", "off"), "false")}
 _WORDS = {
     "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean", "array": "an array",
     "object": "an object", "null": "null",
@@ -98,8 +98,8 @@ class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def parse_body(kind: type[Body], values: Values, ignored: list[str] | None = None) -> Body:
     """The body as a struct; `values` may be changed. Raises ApiError naming the parameter.
 
-    Unknown fields that are null count as not sent, whole floats count as integers. Other unknown fields are refused;
-    where `ignored` is a list they are dropped and their names are added to it.
+    Null counts as not sent, and so do unsupported fields that are off; whole floats count as integers. Other unknown
+    fields are refused; where `ignored` is a list they are dropped and their names are added to it.
     """
     if issubclass(kind, Strict):
         kind.prepare(values)
@@ -126,14 +126,21 @@ def _clean(value: object, node: inspect.Type | None, path: str, ignored: list[st
 
 
 def _clean_object(value: Values, node: inspect.StructType, path: str, ignored: list[str] | None) -> None:
-    types = {field.encode_name: field.type for field in node.fields}
+    fields = {field.encode_name: field for field in node.fields}
     known = node.cls if issubclass(node.cls, Strict) else None
     for name in list(value):
-        if name in types:
-            value[name] = _clean(value[name], types[name], f"{path}.{name}", ignored)
-        elif known is not None and (value[name] is None or name in known.ignored_fields):
+        if name in fields:
+            value[name] = _clean(value[name], fields[name].type, f"{path}.{name}", ignored)
+            if value[name] is None and not fields[name].required:
+                del value[name]
+        elif known is None:
+            continue
+        elif value[name] is None or name in known.ignored_fields:
             del value[name]
-        elif known is not None and ignored is not None and name not in known.refused_fields:
+        elif name in known.refused_fields:
+            if value[name] is False or value[name] == "":  # as clients write what they do not use
+                del value[name]
+        elif ignored is not None:
             ignored.append(f"{path}.{name}".removeprefix("."))
             del value[name]
 

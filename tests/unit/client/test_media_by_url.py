@@ -239,3 +239,11 @@ def test_audio_whose_title_is_not_utf8() -> None:
     title = b"INFOINAM" + (4).to_bytes(4, "little") + "café".encode("latin-1")
     file = coding.encode("wav", RATE_HZ, [sine(0)]) + b"LIST" + len(title).to_bytes(4, "little") + title
     assert Media().audio(file).length
+
+
+def test_recordings_are_not_fetched_for_pipelines_without_audio(backend: FakeBackend) -> None:
+    backend.media = ("text",)
+    body = {"model": "fake", "input": "x", "voice": "sine", "ref_audio": "http://127.0.0.1:9/v.wav"}
+    with running_proxy(backend) as proxy:
+        error = httpx.post(f"{proxy.root}/v1/audio/speech", json=body).json()["error"]
+    assert (error["param"], error["message"]) == ("ref_audio", "The model 'fake' takes text, not audio.")

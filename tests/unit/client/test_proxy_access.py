@@ -72,7 +72,7 @@ def test_keys_of_a_file(backend: FakeBackend, file: Path) -> None:
     assert len(backend.seen) == 1
 
 
-@pytest.mark.parametrize("route", ["chat", "edit", "transcription"])
+@pytest.mark.parametrize("route", ["chat", "edit", "transcription", "speech"])
 def test_media_are_not_read_for_a_model_that_the_key_does_not_allow(
     backend: FakeBackend, file: Path, route: str
 ) -> None:
@@ -82,6 +82,7 @@ def test_media_are_not_read_for_a_model_that_the_key_does_not_allow(
     sent: dict[str, tuple[str, dict[str, Any]]] = {
         "chat": ("chat/completions", {"json": {"model": "fake", "messages": [{"role": "user", "content": [image]}]}}),
         "edit": ("images/edits", form),
+        "speech": ("audio/speech", {"json": {"model": "fake", "input": "x", "ref_audio": "bm9uZQ=="}}),
         "transcription": ("audio/transcriptions", {"data": {"model": "fake"}, "files": {"file": b"none"}}),
     }
     path, body = sent[route]

@@ -18,7 +18,8 @@ from openai.types.audio.transcription_text_done_event import TranscriptionTextDo
 
 from tests.kit.fake_backend import RATE_HZ, SAMPLES, FakeBackend, sine
 from tests.kit.proxy_server import RunningProxy, running_proxy
-from triton_omni.backends.wire import Event, GenerateRequest, TextPiece
+from tests.kit.request_mutations import PNG
+from triton_omni.backends.wire import Event, GenerateRequest, Part, TextPiece
 from triton_omni.openai.http.protocol import KEEP_ALIVE_S, Protocol
 from triton_omni.openai.http.settings import BodyLimits, Settings
 from triton_omni.openai.media import audio as coding
@@ -153,7 +154,7 @@ def test_compressed_bodies_that_cannot_be_read(url: str, server: FakeBackend) ->
     "turn",
     [
         {"content": None}, {}, {"content": ""}, {"content": []}, {"content": None, "function_call": {"name": "f"}},
-        {"content": None, "refusal": "No."},
+        {"content": None, "refusal": "No."}, {"content": None, "tool_calls": None, "audio": None},
         {"content": "x", "reasoning_content": "hm", "reasoning_details": [{"a": 1}], "provider_specific_fields": {},
          "cache_control": {"type": "ephemeral"}, "thinking_blocks": [], "reasoning": "hm"},
     ],
@@ -169,6 +170,34 @@ def test_long_histories_with_foreign_fields(url: str) -> None:
     assert chat(url, messages=[*MESSAGES, *[turn] * 500]).status_code == 200
 
 
+def test_functions_that_return_nothing(url: str, server: FakeBackend) -> None:
+    call = {"id": "c", "type": None, "index": 0, "function": {"name": "f", "arguments": "{}"}}
+    for content in (None, [], ""):
+        turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": content}]
+        assert chat(url, messages=[*MESSAGES, *turns]).status_code == 200
+        assert server.seen[-1].request.messages[2].content == ""
+
+
+def respond(url: str, **more: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/responses", json={"model": "fake", "input": "x", **more})
+
+
+def test_responses_with_replayed_turns(url: str, server: FakeBackend) -> None:
+    for content in (None, "", []):
+        turns = [*MESSAGES, {"role": "assistant", "content": content}, *MESSAGES]
+        assert respond(url, input=turns).status_code == 200
+        assert server.seen[-1].request.messages[1].content == ""
+    refused = respond(url, input=[{"role": "user", "content": None}]).json()["error"]
+    assert (refused["param"], refused["code"]) == ("input[0].content", "missing_required_parameter")
+
+
+def test_null_is_not_sent_at_every_depth(url: str) -> None:
+    function = {"name": "f", "description": None, "parameters": None, "strict": None}
+    assert respond(url, tools=[{"type": "function", **function}]).status_code == 200
+    assert chat(url, tools=[{"type": "function", "function": function}], stream_options=None).status_code == 200
+    assert respond(url, text={"format": {"type": "text", "name": None, "schema": None}}).status_code == 200
+
+
 def test_empty_turns_of_others_are_refused(url: str) -> None:
     for content in (None, []):
         answer = chat(url, messages=[{"role": "user", "content": content}])
@@ -178,7 +207,13 @@ def test_empty_turns_of_others_are_refused(url: str) -> None:
 def test_harmless_parameters_of_other_servers(url: str) -> None:
     for more in ({"min_tokens": 0}, {"chat_template_kwargs": {}}, {"chat_template_kwargs": {"enable_thinking": False}}):
         assert chat(url, **more).status_code == 200
+    for more in ({"tools": [], "tool_choice": "auto"}, {"logprobs": False, "top_logprobs": 0}):
+        assert chat(url, **more).status_code == 200
+    for more in ({"min_tokens": 0}, {"suffix": ""}):
+        answer = httpx.post(f"{url}/v1/completions", json={"model": "fake", "prompt": "x", **more})
+        assert answer.status_code == 200
     for more, param in [
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"min_tokens": 5}, "min_tokens"),
         ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
     ]:  # fmt: skip
@@ -222,7 +257,7 @@ def test_json_that_is_nested_too_deep(url: str, where: str) -> None:
 # --- forms ---
 
 
-@pytest.mark.parametrize("spelling", ["true", "True", "TRUE", "1"])
+@pytest.mark.parametrize("spelling", ["true", "True", "TRUE", "1", "yes", "on"])
 def test_booleans_of_forms(url: str, spelling: str) -> None:
     answer = transcribe(url, ("stream", spelling))
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
@@ -236,6 +271,8 @@ def test_booleans_of_forms(url: str, spelling: str) -> None:
         [("response_format", "verbose_json"), ("timestamp_granularities", "word")],
         [("response_format", "verbose_json"), ("timestamp_granularities", "word"),
          ("timestamp_granularities", "segment")],
+        [("response_format", "verbose_json"), ("timestamp_granularities", '["word", "segment"]')],
+        [("response_format", "verbose_json"), ("timestamp_granularities[0]", "word")],
         [("chunking_strategy", "auto")],
         [("chunking_strategy", '{"type":"server_vad","threshold":0.5,"silence_duration_ms":200}')],
         [("chunking_strategy[type]", "server_vad"), ("chunking_strategy[prefix_padding_ms]", "300")],
@@ -263,6 +300,47 @@ def test_a_language_with_its_region(url: str, server: FakeBackend) -> None:
     for sent, read in (("en-US", "en"), ("pt_BR", "pt"), ("en", "en"), ("english", "english")):
         assert transcribe(url, ("language", sent)).status_code == 200
         assert server.seen.pop().request.transcription.language == read
+
+
+def speak(url: str, path: str = "/v1/audio/speech", **more: Any) -> httpx.Response:
+    return httpx.post(f"{url}{path}", json={"model": "fake", "input": "one", "voice": "sine", **more})
+
+
+@pytest.mark.parametrize(("tag", "language"), [("en-US", "en"), ("en_Latn_US", "en"), ("en-001", "en"), ("", None)])
+def test_the_language_of_speech_with_its_region(url: str, server: FakeBackend, tag: str, language: str | None) -> None:
+    for answer in (
+        speak(url, language=tag),
+        speak(url, "/dev/captioned_speech", language=tag),
+        chat(url, language=tag),
+    ):
+        assert answer.status_code == 200
+        assert server.seen[-1].request.speech.language == language
+
+
+def test_what_speech_clients_send_of_options_that_they_do_not_use(url: str) -> None:
+    assert speak(url, timestamp_granularities="word").headers["x-word-timestamps"]
+    unused = {"lang_code": "", "return_download_link": False, "download_format": None}
+    assert speak(url, "/dev/captioned_speech", **unused).status_code == 200
+    refused = speak(url, "/dev/captioned_speech", return_download_link=True).json()["error"]
+    assert (refused["param"], refused["code"]) == ("return_download_link", "unsupported_value")
+
+
+@pytest.mark.parametrize("charset", ["undefined", "unicode_escape", "punycode", "utf-16", "none", "iso-8859-1"])
+def test_forms_are_utf_8_whatever_codec_they_name(url: str, server: FakeBackend, charset: str) -> None:
+    fields = (("model", b"fake"), ("prompt", "\\ud83d é".encode()), ("image[0]", PNG))
+    parts = [b'--b\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s' % (n.encode(), v) for n, v in fields]
+    parts[2] = parts[2].replace(b'"image[0]"', b'"image[0]"; filename="a.png"')
+    headers = {"content-type": f"multipart/form-data; charset={charset}; boundary=b"}
+    content = b"\r\n".join([*parts, b"--b--\r\n"])
+    answer = httpx.post(f"{url}/v1/images/edits", content=content, headers=headers)
+    assert answer.status_code == 200, answer.text
+    prompt = server.seen[-1].request.messages[0].content[-1]
+    assert isinstance(prompt, Part) and prompt.text == "\\ud83d é"
+
+
+def test_files_under_other_names(url: str) -> None:
+    answer = httpx.post(f"{url}/v1/audio/transcriptions", data={"model": "fake"}, files={"audio": CLIP})
+    assert answer.json()["error"]["message"] == "Unknown parameter: 'audio'; files are: 'file'."
 
 
 def test_strictly_typed_clients_read_transcripts(url: str) -> None:
@@ -296,7 +374,12 @@ def test_lists_that_chat_front_ends_ask_for(url: str) -> None:
     assert httpx.get(f"{url}/v1/audio/voices?model=other").status_code == 404
     models = httpx.get(f"{url}/v1/audio/models").json()
     assert models["models"] == [{"id": "fake"}, {"id": "painter"}] and models["data"][0]["object"] == "model"
-    assert httpx.get(f"{url}/v1/models/").json() == httpx.get(f"{url}/v1/models").json()
+    for path in ("/v1/models", "/v1/models/fake", "/v1/audio/voices", "/v1/audio/voices?model=", "/health"):
+        path, mark, query = path.partition("?")
+        answer = httpx.get(f"{url}{path}/{mark}{query}")
+        assert (answer.status_code, answer.json()) == (200, httpx.get(f"{url}{path}").json()), "no redirect either"
+    assert httpx.post(f"{url}/v1/chat/completions/", json=CHAT).status_code == 200
+    assert packed(url, json.dumps(CHAT).encode(), "").status_code == 200
 
 
 def test_unsupported_image_formats_name_the_supported_ones(url: str) -> None:

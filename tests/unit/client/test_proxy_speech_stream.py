@@ -205,3 +205,19 @@ def test_a_key_is_needed_and_counts_its_sessions(backend: FakeBackend) -> None:
         with connect(url(proxy), subprotocols=protocols) as socket:  # type: ignore[arg-type]
             assert socket.subprotocol == "speech"
             begin(socket)
+
+
+def test_the_clients_request_id_is_the_sessions(proxy: RunningProxy, backend: FakeBackend) -> None:
+    with connect(url(proxy), additional_headers={"X-Request-Id": "mine"}) as socket:
+        socket.send(json.dumps(CONFIG))
+        assert hear(socket) == {"type": "session.created", "id": "mine"}
+    assert backend.seen[0].request_id is not None and backend.seen[0].request_id.startswith("mine")
+    with pytest.raises(InvalidStatus) as refused, connect(url(proxy), additional_headers={"X-Request-Id": "x" * 257}):
+        pass
+    assert refused.value.response.status_code == 400
+
+
+def test_lenient_servers_name_what_a_session_ignored(backend: FakeBackend) -> None:
+    with running_proxy(backend, Settings(is_lenient=True)) as lenient, connect(url(lenient)) as socket:
+        socket.send(json.dumps({**CONFIG, "beams": 5}))
+        assert hear(socket)["ignored_parameters"] == ["beams"]
