@@ -2,8 +2,8 @@
 """The predictor of residual codes: a small transformer that completes a frame whose first code is known.
 
 All runs of a step are one batch. The key-value cache holds one frame, is allocated once and written in place; a frame
-is a fixed sequence of passes without host synchronization, so that each batch size could be captured as a CUDA graph
-(not run on a GPU).
+is a fixed sequence of passes without host synchronization, so that a CUDA graph for each of a few batch sizes captures
+it whole (not run on a GPU). At load captured frames are compared with eager ones.
 
 Codes are drawn without generators: the noise of a code is a hash (splitmix64) of the run's seed, the frame's number,
 the book and the code. It has no state, so a run draws the same codes alone, in a batch and after a preemption, as far
@@ -12,7 +12,8 @@ as its logits are the same. In float32 they are, to rounding; in bfloat16 the ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,14 +21,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from triton_omni.backends.ar.rows import Draws
+from triton_omni.backends.cuda_graphs import NotCapturedError, Recorder, batch_sizes, record_cuda_graph
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+log = logging.getLogger("triton_omni.ar")
 
 GOLDEN = -0x61C8864680B583EB
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 """Constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as int64."""
 _FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+
+COMPARED_BATCHES = 8
+"""Batches of random inputs on which captured and eager frames of each size are compared."""
+EQUAL_FRAMES = {torch.float32: 1.0, torch.float16: 0.75, torch.bfloat16: 0.75}
+"""Smallest share of equal frames. In half precision rounding may change a code, and then those behind it; a graph that
+reads other inputs makes other frames nearly always."""
 
 
 class ResidualSampling(NamedTuple):
@@ -89,6 +99,7 @@ class CodePredictor(nn.Module):
         self.cache: torch.Tensor
         self.rotation: torch.Tensor
         """(layers, 2, positions, heads, head size): see `_rotations`."""
+        self._graphs: list[FrameGraph] = []
 
     # --- weights ------------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -165,16 +176,61 @@ class CodePredictor(nn.Module):
         """Complete one frame for each run.
 
         hidden, first (runs, hidden): the talker's last hidden rows and the embedding of its `tokens` (runs,). Returns
-        codes (runs, books + 1) int64 with `tokens` in front, and their summed embedding (runs, hidden).
+        codes (runs, books + 1) int64 with `tokens` in front, and their summed embedding (runs, hidden); the next call
+        may overwrite both.
         """
-        frame_keys = mix(draws.seeds ^ mix(draws.frames * GOLDEN))
+        inputs = (hidden, first, tokens, draws.seeds, draws.frames, draws.greedy)
+        graph = next((graph for graph in self._graphs if graph.size >= len(tokens)), None)
+        return self._eager(*inputs) if graph is None else graph.run(inputs)
+
+    @torch.inference_mode()
+    def capture(self, record: Recorder = record_cuda_graph) -> None:
+        """From now on frames are computed by graphs, one for each of a few batch sizes. If one cannot be recorded or
+        computes other frames than eager steps, log one warning and use none. `load_weights` comes before."""
+        largest, width = self.cache.shape[2], self.embeddings.shape[-1]
+        try:
+            graphs = [FrameGraph(self, size, width, record) for size in batch_sizes(largest)]
+            for graph in graphs:
+                equal = self._equal_frames(graph)
+                if equal < EQUAL_FRAMES[self.norm.dtype]:
+                    raise NotCapturedError(
+                        f"captured frames of {graph.size} runs differ from eager ones ({equal:.0%} are equal)"
+                    )
+        except RuntimeError as error:
+            log.warning("%s: the code predictor runs without CUDA graphs", error)
+            return
+        self._graphs = graphs
+
+    def _equal_frames(self, graph: FrameGraph) -> float:
+        """Share of frames that `graph` and an eager step compute alike, of random inputs."""
+        generator = torch.Generator().manual_seed(graph.size)
+        device, dtype, equal = self.norm.device, self.norm.dtype, 0
+        for batch in range(COMPARED_BATCHES):
+            rows = torch.randn(2, graph.size, self.embeddings.shape[-1], generator=generator).to(device, dtype)
+            tokens, seeds = torch.randint(0, self.config.vocab_size, (2, graph.size), generator=generator).to(device)
+            inputs = (rows[0], rows[1], tokens, seeds, torch.full_like(seeds, batch), seeds % 2 == 0)
+            captured, eager = graph.run(inputs)[0].clone(), self._eager(*inputs)[0]
+            equal += int((captured == eager).all(1).sum())
+        return equal / (COMPARED_BATCHES * graph.size)
+
+    def _eager(
+        self,
+        hidden: torch.Tensor,
+        first: torch.Tensor,
+        tokens: torch.Tensor,
+        seeds: torch.Tensor,
+        frames: torch.Tensor,
+        greedy: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `frame` returns, one kernel after the other."""
+        frame_keys = mix(seeds ^ mix(frames * GOLDEN))
         codes, total = [tokens], first
         rows, position = self._projected(torch.stack([hidden, first], 1)), 0
         for book in range(self.books):
             last = self._forward(rows, position)
             position += rows.shape[1]
             logits = F.linear(last, self.heads[book])
-            codes.append(draw(logits, mix(frame_keys + book), draws.greedy, self.sampling))
+            codes.append(draw(logits, mix(frame_keys + book), greedy, self.sampling))
             embedding = F.embedding(codes[-1], self.embeddings[book])
             total = total + embedding
             rows = self._projected(embedding[:, None])
@@ -214,6 +270,30 @@ class CodePredictor(nn.Module):
             gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
             rows = rows + F.linear(F.silu(gate) * up, layer.down_proj)
         return F.rms_norm(rows[:, -1], (hidden,), self.norm, eps)
+
+
+class FrameGraph:
+    """Frames of `size` runs, recorded once; fewer runs are filled up with rows of earlier steps.
+
+    Its recorder keeps `_eager`'s order of arguments: hidden, first, tokens, seeds, frames, greedy.
+    """
+
+    def __init__(self, predictor: CodePredictor, size: int, width: int, record: Recorder) -> None:
+        """`width` is that of the talker's rows."""
+        device, dtype = predictor.norm.device, predictor.norm.dtype
+        self.size = size
+        rows = (torch.zeros(size, width, dtype=dtype, device=device) for _ in range(2))
+        numbers = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(3))
+        self._inputs = (*rows, *numbers, torch.zeros(size, dtype=torch.bool, device=device))
+        self._replay, (self._codes, self._sums) = record(lambda: predictor._eager(*self._inputs))
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `CodePredictor.frame` returns, for at most `size` runs; the next run overwrites it."""
+        count = len(inputs[0])
+        for static, given in zip(self._inputs, inputs, strict=True):
+            static[:count].copy_(given)
+        self._replay()
+        return self._codes[:count], self._sums[:count]
 
 
 def draw(logits: torch.Tensor, keys: torch.Tensor, greedy: torch.Tensor, sampling: ResidualSampling) -> torch.Tensor:

@@ -14,14 +14,12 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 
+from triton_omni.backends.cuda_graphs import difference
+
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 log = logging.getLogger("triton_omni.ar")
-
-TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference, relative to the largest value. Padding may choose other kernels, which costs some rounding;
-a graph that reads other inputs is off by about 1."""
 
 
 def fall_back_if_graphs_differ(runner: GPUModelRunner) -> None:
@@ -41,10 +39,7 @@ def fall_back_if_graphs_differ(runner: GPUModelRunner) -> None:
 def _difference(runner: GPUModelRunner, mode: CUDAGraphMode, batch: BatchDescriptor) -> str | None:
     """What is wrong with a captured step; None if it equals the eager one."""
     captured, eager = (_hidden(runner, each, batch) for each in (mode, CUDAGraphMode.NONE))
-    if not torch.isfinite(captured).all() and torch.isfinite(eager).all():
-        return "not finite"
-    error = float((captured.float() - eager.float()).abs().max() / eager.float().abs().max().clamp(min=1e-6))
-    return None if error <= TOLERANCES[captured.dtype] else f"{error:.3g} of the largest value"
+    return difference(captured, eager)
 
 
 @torch.inference_mode()

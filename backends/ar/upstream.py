@@ -29,6 +29,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from triton_omni.backends.ar import upstream_v2
+from triton_omni.backends.ar.code_predictor import CodePredictor
 from triton_omni.backends.ar.graph_check import fall_back_if_graphs_differ
 from triton_omni.backends.ar.hooks import (
     CONTROL_EVENTS,
@@ -43,7 +44,7 @@ from triton_omni.backends.ar.hooks import (
     is_tapped,
     run_key,
 )
-from triton_omni.backends.ar.ranks import die_on_error, die_with_worker, tell_reason, unlink_shared_memory
+from triton_omni.backends.ar.ranks import die_on_error, die_with_worker, is_only_rank, tell_reason, unlink_shared_memory
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -149,6 +150,14 @@ HOOKS: dict[str, type] = dict.fromkeys(V1_RUNNERS, HookedRunner) | {
 """Hooks by the module of the platform's runner."""
 
 
+def capture_frames(network: Any) -> None:
+    """Capture the frames of a network's code predictor, if it has one. Of several ranks each would compare by itself,
+    and all must compute the same rows: they stay eager."""
+    for module in network.modules() if is_only_rank() else ():
+        if isinstance(module, CodePredictor):
+            module.capture()
+
+
 class RankWorker(Worker):  # pyright: ignore[reportGeneralTypeIssues]
     """The platform's worker, of one rank; it never outlives the engine worker it belongs to."""
 
@@ -176,6 +185,8 @@ class RankWorker(Worker):  # pyright: ignore[reportGeneralTypeIssues]
         times = super().compile_or_warm_up_model()
         if type(self.model_runner).__module__ in V1_RUNNERS:
             fall_back_if_graphs_differ(self.model_runner)
+        if self.device.type == "cuda" and not self.model_config.enforce_eager:
+            capture_frames(self.model_runner.get_model())
         return times
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:

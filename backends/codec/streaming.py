@@ -12,9 +12,11 @@ last one, so the first chunk is some samples shorter.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -34,11 +36,16 @@ from triton_omni.backends.codec.engine import CodecEngine, CodecOptions
 from triton_omni.backends.core.engine import OptionsError, read_engine_options
 from triton_omni.backends.core.errors import BadRequest
 from triton_omni.backends.core.pipeline import EngineContext
+from triton_omni.backends.cuda_graphs import NotCapturedError, Recorder, difference, record_cuda_graph
 
 if TYPE_CHECKING:
     from transformers.utils.generic import ModelOutput
 
+log = logging.getLogger("triton_omni.codec")
+
 SAMPLE_RATE_HZ = 24_000
+COMPARED_BATCHES = 2
+"""Batches of random inputs on which a captured step is compared with an eager one at load."""
 
 
 class StatefulCodecOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -209,13 +216,22 @@ class StreamingCodec:
         if codes.size and (codes.min() < 0 or codes.max() >= self._codebook):
             raise BadRequest(f"codes must be from 0 to below {self._codebook}", "codes")
 
-    def capture(self, runs: Sequence[int], chunk_frames: int) -> None:
-        """From now on chunks of `chunk_frames` of up to so many runs are decoded by CUDA graphs."""
+    def capture(self, runs: Sequence[int], chunk_frames: int, record: Recorder = record_cuda_graph) -> None:
+        """From now on chunks of `chunk_frames` of up to so many runs are decoded by CUDA graphs. If one cannot be
+        recorded or computes something else than the network, log one warning and use none."""
         if not runs:
             return
         state = CarriedState()
         self.decode([Window(np.zeros((chunk_frames, self.codes), np.int16), 0, 0, chunk_frames, False, state)])
-        self._graphs = [Graph(self._network, count, chunk_frames, state.tensors) for count in sorted(runs)]
+        try:
+            graphs = [Graph(self._network, count, chunk_frames, state.tensors, record) for count in sorted(runs)]
+            for graph in graphs:
+                for seed in range(COMPARED_BATCHES):
+                    graph.compare(self._codebook, seed)
+        except RuntimeError as error:
+            log.warning("%s: the codec runs without CUDA graphs", error)
+            return
+        self._graphs = graphs
 
     def decode(self, windows: Sequence[Window]) -> list[np.ndarray]:
         first = [index for index, window in enumerate(windows) if not window.state.frames]
@@ -253,37 +269,61 @@ class Graph:
     """A step captured for one number of runs and frames; fewer runs are filled up. Not run on a GPU yet:
     tests/reference/test_ar_omni_code2wav.py compares it where there is one."""
 
-    def __init__(self, network: StreamingNetwork, runs: int, frames: int, state: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, network: StreamingNetwork, runs: int, frames: int, state: Sequence[torch.Tensor], record: Recorder
+    ) -> None:
         """`state` is that of a run, for the shapes."""
         device = state[0].device
         books = network.network.config.num_quantizers
+        self.runs = runs
+        self._network = network
+        self._frames = frames
         self._codes = torch.zeros((runs, books, frames), dtype=torch.int64, device=device)
         self._positions = torch.zeros(runs, dtype=torch.int64, device=device)
         self._old = [tensor.expand(runs, *tensor.shape).clone() for tensor in state]
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # lets libraries choose and allocate before anything is recorded
-                network.run(self._codes, Pass(self._positions, [frames] * runs, self._old))
-        stream.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        self._pass = Pass(self._positions, [frames] * runs, self._old)
-        with torch.cuda.graph(self._graph):
-            self._waves = network.run(self._codes, self._pass)
+        self._ends: list[int] = []
+        self._replay, (self._waves, *self._new) = record(self._step)
+
+    def _step(self) -> list[torch.Tensor]:
+        """Samples (runs, samples), then the new states: all runs' first tensors, all runs' second ones, …"""
+        chunk = Pass(self._positions, [self._frames] * self.runs, self._old)
+        waves = self._network.run(self._codes, chunk)
+        self._ends = chunk.ends
+        return [waves, *chain.from_iterable(chunk.new)]
 
     def fits(self, codes: torch.Tensor, lengths: Sequence[int]) -> bool:
-        runs, _, frames = self._codes.shape
-        return len(codes) <= runs and set(lengths) == {frames}
+        return len(codes) <= self.runs and set(lengths) == {self._frames}
 
     def run(
         self, codes: torch.Tensor, positions: torch.Tensor, old: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[list[torch.Tensor]], list[int]]:
-        """Samples (runs, samples), which the next run overwrites, the new states, and numbers of samples."""
+        """Samples (runs, samples), the new states, and numbers of samples; the next run overwrites none of them."""
         count = len(codes)
         for static, given in zip((self._codes, self._positions, *self._old), (codes, positions, *old), strict=True):
             static[:count].copy_(given)
-        self._graph.replay()
-        new = [[tensor.clone() for tensor in tensors[:count]] for tensors in self._pass.new]
-        return self._waves, new, self._pass.ends[:count]
+        self._replay()
+        new = [
+            [tensor.clone() for tensor in self._new[first : first + count]]
+            for first in range(0, len(self._new), self.runs)
+        ]
+        return self._waves[:count].clone(), new, self._ends[:count]
+
+    @torch.inference_mode()
+    def compare(self, codebook: int, seed: int) -> None:
+        """Raise NotCapturedError if samples or states of random inputs differ from the network's."""
+        generator = torch.Generator().manual_seed(seed)
+        device = self._codes.device
+        codes = torch.randint(0, codebook, self._codes.shape, generator=generator).to(device)
+        positions = torch.randint(1, 1000, self._positions.shape, generator=generator).to(device)
+        old = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in self._old]
+        waves, new, _ = self.run(codes, positions, old)
+        eager = Pass(positions, [self._frames] * self.runs, old)
+        expected = self._network.run(codes, eager)
+        states = ((torch.stack(ours), torch.stack(theirs)) for ours, theirs in zip(new, eager.new, strict=True))
+        for ours, theirs in chain([(waves, expected)], states):
+            error = difference(ours, theirs)
+            if error is not None:
+                raise NotCapturedError(f"a captured step of {self.runs} runs differs from an eager one ({error})")
 
 
 def streaming_engine(context: EngineContext, load: Callable[[str, str], Any]) -> CodecEngine:

@@ -23,6 +23,8 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher  # noqa: E402
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 from vllm.v1.worker.utils import request_memory  # noqa: E402
 
+from triton_omni.backends.ar import upstream  # noqa: E402
+from triton_omni.backends.ar.code_predictor import CodePredictor, ResidualSampling  # noqa: E402
 from triton_omni.backends.ar.graph_check import fall_back_if_graphs_differ  # noqa: E402
 from triton_omni.backends.ar.load import engine_arguments  # noqa: E402
 from triton_omni.backends.ar.options import read_options  # noqa: E402
@@ -149,3 +151,21 @@ def test_the_real_runner_takes_what_the_comparison_gives():
     assert {"num_tokens", "cudagraph_runtime_mode", "force_attention", "uniform_decode", "randomize_inputs"} <= set(
         parameters
     )
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_frames_of_the_only_rank_are_captured(alone, monkeypatch):
+    """Ranks that fell back one by one would compute other rows than the rest."""
+    config = SimpleNamespace(
+        num_code_groups=3, num_hidden_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
+        intermediate_size=8, vocab_size=4,
+    )  # fmt: skip
+    network = torch.nn.Module()
+    network.code_predictor = CodePredictor(config, 8, 1, ResidualSampling(2, 1.0))  # type: ignore[arg-type]
+    captured = []
+    monkeypatch.setattr(CodePredictor, "capture", lambda predictor: captured.append(predictor))
+    monkeypatch.setattr(upstream, "is_only_rank", lambda: alone)
+    upstream.capture_frames(network)
+    assert captured == ([network.code_predictor] if alone else [])
+    upstream.capture_frames(torch.nn.Linear(1, 1))
+    assert len(captured) == alone

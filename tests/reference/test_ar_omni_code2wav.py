@@ -11,6 +11,7 @@ import pytest
 from tests.kit.ar_worker import become_ar_worker
 from tests.kit.engine_chain import Chain
 from tests.kit.gpu_devices import HAS_GPU
+from tests.kit.host_graphs import HostRecorder
 from tests.kit.omni_chats import CHATS, check, code2wav, engines, references, request
 from tests.kit.tiny_omni import Reference, tiny_omni
 from triton_omni.backends.core.chunk import Chunk, Tensor
@@ -132,6 +133,40 @@ def test_a_graph_says_what_the_network_says(folder):
     graphs = decode(code2wav(folder, device="cuda", cuda_graph_windows=[1, 4]), many)
     for expected, audio in zip(plain, graphs, strict=True):
         assert np.abs(np.concatenate(audio) - np.concatenate(expected)).max() < 1e-5
+
+
+def captured_codec(folder, recorder):
+    """The engine on a CPU, with graphs of the test kit for 1 and 4 runs."""
+    engine = code2wav(folder)
+    engine.decoder.capture([1, 4], engine.options.chunk_frames, recorder)
+    return engine
+
+
+def test_captured_steps_say_what_the_network_says(folder, caplog):
+    """By a recorder on a CPU: states, lengths and the filling up of fewer runs are the ones of a GPU."""
+    recorder = HostRecorder()
+    engine = captured_codec(folder, recorder)
+    assert not [record for record in caplog.records if record.name == "triton_omni.codec"]
+    recorder.replays = 0
+    many = [random_codes(frames, seed) for seed, frames in enumerate((1, 7, 83, 90, 4, 89))]
+    audio = decode(engine, many)
+    assert recorder.replays, "chunks of 25 frames are replayed"
+    for expected, pieces in zip(decode(code2wav(folder), many), audio, strict=True):
+        assert np.abs(np.concatenate(pieces) - np.concatenate(expected)).max() < CLOSE
+
+
+@pytest.mark.parametrize("lie", ["stale", "frozen", "nan", "refuses"])
+def test_captured_steps_that_lie_are_not_used(folder, lie, caplog):
+    recorder = HostRecorder(lie)
+    with caplog.at_level("WARNING"):
+        engine = captured_codec(folder, recorder)
+    (warning,) = (record.getMessage() for record in caplog.records if record.name == "triton_omni.codec")
+    assert warning.startswith("no capture here" if lie == "refuses" else "a captured step of 1 runs differs")
+    assert warning.endswith(": the codec runs without CUDA graphs")
+    recorder.replays = 0
+    codes = random_codes(80)
+    audio, expected = (np.concatenate(decode(each, [codes])[0]) for each in (engine, code2wav(folder)))
+    assert np.abs(audio - expected).max() < CLOSE and not recorder.replays
 
 
 def test_graphs_need_a_gpu(folder):

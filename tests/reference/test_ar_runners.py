@@ -23,7 +23,8 @@ from vllm.triton_utils import HAS_TRITON  # noqa: E402
 
 from tests.kit.ar_runs import answer, chat, end, make_engine, tokens  # noqa: E402
 from tests.kit.engine_chain import Chain  # noqa: E402
-from tests.kit.omni_chats import check, engines, references, request  # noqa: E402
+from tests.kit.host_graphs import HostRecorder  # noqa: E402
+from tests.kit.omni_chats import check, code2wav, engines, references, request  # noqa: E402
 from tests.kit.tiny_checkpoints import tiny_llama  # noqa: E402
 from tests.kit.tiny_omni import Reference, tiny_omni  # noqa: E402
 from triton_omni.backends.ar.hooks import Span  # noqa: E402
@@ -237,17 +238,39 @@ def test_frames_outlive_the_buffers_of_their_step():
     assert [result.frames[:, 0].tolist() for result in results] == [[11, 12], [22], [31, 32]]
 
 
-# --- T8184-e: a slot that another run had ------------------------------------------------------------------------
-def test_a_run_in_anothers_slot_has_the_default_voice(tmp_path):
-    """One slot: the second run says nothing of a voice and gets the checkpoint's default, not its predecessor's."""
-    folder = tiny_omni(tmp_path / "tiny_omni")
-    spoken = references(Reference(folder))[0]
+# --- T8184-c and e: live engines -----------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory):
+    """Thinker, talker and code2wav with one slot each, and what transformers makes of the chats."""
+    folder = tiny_omni(tmp_path_factory.mktemp("tiny_omni"))
     one = {"max_num_seqs": 1}
-    chain = Chain(PIPELINE, engines(folder, one, one))
+    chain = Chain(PIPELINE, engines(folder, one, one) | {"code2wav": code2wav(folder)})
+    yield chain, references(Reference(folder))
+    chain.close()
+
+
+def test_a_run_in_anothers_slot_has_the_default_voice(omni):
+    """One slot: the second run says nothing of a voice and gets the checkpoint's default, not its predecessor's."""
+    chain, spoken = omni
     first = chain.open(request(0, speech=SpeechParams(voice="Chelsie")))
     chain.run()
     second = chain.open(request(0))
     chain.run()
-    check(second, spoken)
+    check(second, spoken[0])
     assert not np.array_equal(first.sent("talker", "codes"), second.sent("talker", "codes"))
-    chain.close()
+
+
+def test_a_stage_with_recorded_steps_behind_one_without(omni):
+    """T8184-c: an eager thinker, then talker and codec whose steps replay into the same memory: all as all eager."""
+    chain, spoken = omni
+    eager = chain.open(request(1))
+    chain.run()
+    recorder = HostRecorder()
+    chain.engines["talker"].llm.engine.apply_model(lambda network: network.code_predictor.capture(recorder))
+    chain.engines["code2wav"].decoder.capture([1], chain.engines["code2wav"].options.chunk_frames, recorder)
+    recorder.replays = 0
+    static = chain.open(request(1))
+    chain.run()
+    check(static, spoken[1])
+    assert recorder.replays > len(static.sent("talker", "codes")), "frames, and a chunk of audio"
+    assert np.abs(static.audio() - eager.audio()).max() < 1e-6

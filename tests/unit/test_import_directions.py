@@ -22,8 +22,9 @@ MAY_IMPORT = {
     "control": frozenset({"core", "connectors"}),
     "config": frozenset({"core"}),
     "child_process": frozenset[str](),
-    "ar": frozenset({"child_process", "core"}),
-    "codec": frozenset({"core"}),
+    "cuda_graphs": frozenset[str](),
+    "ar": frozenset({"child_process", "core", "cuda_graphs"}),
+    "codec": frozenset({"core", "cuda_graphs"}),
     "diffusion": frozenset({"child_process", "core", "telemetry"}),
     "pipelines": frozenset({"core", "config"}) | ENGINES,
     "worker": frozenset({"child_process", "core", "telemetry", "connectors", "control", "pipelines"}),
@@ -38,7 +39,7 @@ MAY_IMPORT = {
 }
 """Package → packages that it may import; a permission that nothing uses fails the test."""
 HEAVY = {
-    "torch": ENGINES | {"pipelines", "tools"},
+    "torch": ENGINES | {"cuda_graphs", "pipelines", "tools"},
     "vllm": frozenset({"ar", "pipelines"}),
     "transformers": ENGINES | {"pipelines", "tools"},
     "diffusers": frozenset({"diffusion", "pipelines", "tools"}),

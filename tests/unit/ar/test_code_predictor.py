@@ -172,3 +172,76 @@ def test_every_weight_is_accounted_for(reference, change):
         weights["model.layers.1.self_attn.bias"] = torch.zeros(1)
     with pytest.raises(ValueError, match=r"k_norm|self_attn\.bias"):
         CodePredictor(reference.config, HIDDEN, RUNS, SAMPLING).load_weights(weights.items())
+
+
+# --- captured frames: by a recorder of the test kit, as there is no GPU ---------------------------------------------
+@pytest.fixture
+def captured(reference):
+    """A predictor whose frames are replayed, and the recorder."""
+    from tests.kit.host_graphs import HostRecorder
+
+    predictor, recorder = CodePredictor(reference.config, HIDDEN, RUNS, SAMPLING), HostRecorder()
+    predictor.load_weights(reference.state_dict().items())
+    predictor.capture(recorder)
+    recorder.replays = 0
+    return predictor, recorder
+
+
+def test_captured_frames_equal_eager_ones_for_any_number_of_runs(predictor, captured, caplog):
+    """Fewer runs than a graph has are filled up with those of the step before, which must change nothing."""
+    hidden, first, tokens = (tensor[0] for tensor in inputs(1))
+    graphs, recorder = captured
+    for count in (16, 3, 1, 5, 8, 2, 16):
+        some = slice(RUNS - count, RUNS)
+        seeds = list(range(count))
+        expected, sums = predictor.frame(hidden[some], first[some], tokens[some], draws(seeds, count))
+        codes, total = graphs.frame(hidden[some], first[some], tokens[some], draws(seeds, count))
+        assert torch.equal(codes, expected)
+        torch.testing.assert_close(total, sums)
+    assert recorder.replays == 7, "every frame was replayed"
+    assert not caplog.records
+
+
+def test_a_replay_follows_its_inputs(captured):
+    """T8184-b: other values in the same shape give other codes and sums, the same ones give the same."""
+    hidden, first, tokens = (tensor[0, :4] for tensor in inputs(1))
+    predictor, _ = captured
+
+    def bytes_of(rows):
+        codes, total = predictor.frame(rows, first, tokens, draws([1, 2, 3, 4], 0))
+        return codes.numpy().tobytes(), total.numpy().tobytes()
+
+    one, other, again = bytes_of(hidden), bytes_of(hidden + 1), bytes_of(hidden)
+    assert one == again and one[0] != other[0] and one[1] != other[1]
+
+
+@pytest.mark.parametrize("lie", ["stale", "frozen", "refuses"])
+def test_graphs_that_make_other_frames_are_not_used(lie, reference, predictor, caplog):
+    from tests.kit.host_graphs import HostRecorder
+
+    liar = CodePredictor(reference.config, HIDDEN, RUNS, SAMPLING)
+    liar.load_weights(reference.state_dict().items())
+    recorder = HostRecorder(lie)
+    with caplog.at_level("WARNING"):
+        liar.capture(recorder)
+    (warning,) = (record.getMessage() for record in caplog.records if record.name == "triton_omni.ar")
+    why = "no capture here" if lie == "refuses" else "captured frames of 1 runs differ from eager ones ("
+    assert warning.startswith(why) and warning.endswith(": the code predictor runs without CUDA graphs")
+    recorder.replays = 0
+    hidden, first, tokens = (tensor[0] for tensor in inputs(1))
+    codes, _ = liar.frame(hidden, first, tokens, draws(list(range(RUNS)), 0))
+    expected, _ = predictor.frame(hidden, first, tokens, draws(list(range(RUNS)), 0))
+    assert torch.equal(codes, expected) and not recorder.replays
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_frames_of_cuda_graphs_equal_eager_ones(reference, caplog):
+    hidden, first, tokens = (tensor[0].cuda() for tensor in inputs(1))
+    predictor = CodePredictor(reference.config, HIDDEN, RUNS, SAMPLING).cuda()
+    predictor.load_weights(reference.state_dict().items())
+    given = Draws(torch.arange(RUNS).cuda(), torch.zeros(RUNS, dtype=torch.long).cuda(), torch.arange(RUNS).cuda() < 3)
+    expected = predictor.frame(hidden, first, tokens, given)[0].clone()
+    predictor.capture()
+    assert predictor._graphs, [record.getMessage() for record in caplog.records]
+    assert torch.equal(predictor.frame(hidden, first, tokens, given)[0], expected)
