@@ -26,7 +26,7 @@ AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AV
 # targets that start from the engine environment: say what to do where it is missing
 HAS_ENGINE = @test -x $(ENGINE)/python || { echo '$@: no engine environment in $(OMNI_HOME); next: make setup'; exit 1; }
 
-.PHONY: help setup serve demo test bytes test-all check doctor lint unit test-soak chaos test-gpu repository perf bench bench-smoke qwen-tts clean
+.PHONY: help setup serve demo test bytes test-all check doctor lint unit test-soak chaos test-gpu gpu-first-hour repository perf bench bench-smoke qwen-tts clean
 
 help: ## show this list
 	@echo "Triton-Omni: make TARGET"
@@ -86,6 +86,11 @@ test-gpu: ## tests that need a CUDA device; makes the engine environment for it
 	@compgen -G '/dev/nvidia[0-9]*' >/dev/null || { echo 'test-gpu: no NVIDIA GPU (/dev/nvidia0); next: make test'; exit 1; }
 	@$(MAKE) --no-print-directory setup EXTRAS=cuda,client,dev
 	@$(PYTEST) -m gpu $(TESTS)
+
+gpu-first-hour: ## all that a first hour on a GPU machine should see; a report for docs/gpus.md in out/gpu-first-hour.md
+	@compgen -G '/dev/nvidia[0-9]*' >/dev/null || { echo 'gpu-first-hour: no NVIDIA GPU (/dev/nvidia0); next: make test'; exit 1; }
+	@$(MAKE) --no-print-directory setup EXTRAS=cuda,client,dev
+	@$(ENGINE)/python -m perf.gpu_first_hour
 
 repository: ## write the model repositories and the tables of docs/wire.md
 	@$(CLI) repository --platform cpu --out model_repository
