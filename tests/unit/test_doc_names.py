@@ -111,6 +111,13 @@ def test_environment_variables_exist(document):
     assert sorted(set(re.findall(r"\bTRITON_OMNI_[A-Z_]*[A-Z]\b", DOCUMENTS[document])) - known) == []
 
 
+def test_decisions_have_numbers_of_their_own():
+    names = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
+    assert [name[:4] for name in names] == [f"{number:04}" for number in range(1, len(names) + 1)]
+    for name in names:
+        assert DOCUMENTS[f"docs/decisions/{name}"].startswith(f"# {name[:4]}"), name
+
+
 def test_every_exception_is_used():
     text = "\n".join(DOCUMENTS.values())
     assert [name for name in EXAMPLES | WRITTEN | REMOVED | FOREIGN if name not in text] == []

@@ -119,6 +119,8 @@ async def _sample(
         raise missing("ref_text")
     if body.ref_audio is not None:
         await context.services.catalogue.check_media(body.model, "audio", "ref_audio")
+    elif body.voice is None and (body.instructions or "").strip():
+        return None  # instructions may describe the voice (VoiceDesign)
     return await sample_of(context, body.voice, body.ref_audio, body.ref_text, body.x_vector_only_mode is not True)
 
 

@@ -94,6 +94,7 @@ def test_events(proxy: RunningProxy) -> None:
         ({"input": "x" * 4097}, "input", "invalid_value"),
         ({"voice": "bob"}, "voice", "invalid_value"),
         ({"voice": None}, "voice", "missing_required_parameter"),
+        ({"voice": None, "instructions": "an old man"}, "instructions", "invalid_value"),
         ({"voice": {"id": "bob"}}, "voice", "invalid_value"),
         ({"response_format": "midi"}, "response_format", "unsupported_value"),
         ({"speed": 5}, "speed", "invalid_value"),
