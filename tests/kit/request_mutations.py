@@ -67,6 +67,7 @@ def bodies(model: str) -> dict[str, list[dict[str, Any]]]:
     return {
         "/v1/chat/completions": [
             {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
+            {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "stream": True},
             {"model": model, "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [
                 {"type": "text", "text": "what"}, image, audio]}], "stream": True, "n": 2, "seed": 1,
              "stream_options": {"include_usage": True}, "temperature": 0.5, "top_p": 0.9, "stop": ["a"],
@@ -138,6 +139,8 @@ def forms(model: str) -> dict[str, list[list[tuple[str, Any]]]]:
 
 
 ROUTES = (*bodies(""), *forms(""))
+PLACES = (0, 1, 1, 2, 3)
+"""Of a mutant that are changed."""
 READ_ROUTES = tuple(f"GET {path}" for path in (*ITEMS, *LISTS) if path != "/v1/events")
 """Routes without a body, some of them also with DELETE; /v1/events never ends."""
 REFUSING = ("/v1/embeddings", *(route for route in READ_ROUTES if "{" in route))
@@ -150,7 +153,7 @@ NAMES = (
 
 @dataclass
 class Mutant:
-    """A request that may be wrong in one to three places. `path`: the route with names in place."""
+    """A request that may be wrong in up to three places. `path`: the route with names in place."""
 
     route: str
     path: str
@@ -200,7 +203,7 @@ def undoing(mutant: Mutant, response: httpx.Response) -> Iterator[dict[str, Any]
 
 def _json(rng: random.Random, route: str, model: str) -> Mutant:
     body = copy.deepcopy(rng.choice(bodies(model)[route]))
-    for _ in range(rng.randint(1, 3)):
+    for _ in range(rng.choice(PLACES)):
         _mutate(rng, body, [*BODIES[route].__struct_fields__])
     text = json.dumps(body)
     return Mutant(route, route, text.encode(), {"content-type": b"application/json"})
@@ -262,7 +265,7 @@ def _holders(value: Any) -> Iterator[Any]:
 def _form(rng: random.Random, route: str, model: str) -> Mutant:
     fields = list(rng.choice(forms(model)[route]))
     known = [*FORMS[route][0].__struct_fields__]
-    for _ in range(rng.randint(1, 3)):
+    for _ in range(rng.choice(PLACES)):
         place = rng.randrange(len(fields)) if fields else 0
         action = rng.random()
         if action < 0.35 or not fields:

@@ -102,6 +102,18 @@ def test_segments_begin_with_speech(transcriber: TranscriberEngine, speak: Speak
     assert abs(pieces[-1].end_s - recording.spoken[0].end_s) <= SEGMENT_LEAD_S
 
 
+@pytest.mark.parametrize(("db", "whispered"), [(-45.0, False), (-45.0, True), (-60.0, True)])
+def test_quiet_speech_is_speech(transcriber: TranscriberEngine, speak: Speak, db: float, whispered: bool) -> None:
+    """As 16-bit samples, which at this level use few steps, with silence behind."""
+    recording = record(Layout(6, (0.2, 0.8), tail_s=12.0), 5, speak)
+    samples = spoken_corpus.whisper(recording.samples) if whispered else recording.samples
+    samples = samples * (10 ** (db / 20) / np.sqrt(np.mean(np.square(samples))))
+    pieces = chat_speech.segments(transcriber, (np.rint(samples * 32767) / 32767).astype(np.float32))
+    score = spoken_corpus.align(recording, text_of(pieces))
+    assert score.lost == ()
+    assert score.errors <= 0.05 * score.words
+
+
 @pytest.mark.soak
 def test_none_of_600_sentences_is_lost(transcriber: TranscriberEngine, speak: Speak) -> None:
     """40 recordings of 10 to 60 sentences, 35 s to 10 minutes, with and without pauses and noise."""

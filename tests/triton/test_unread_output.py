@@ -20,6 +20,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from tests.kit.idle_clients import check_memory_of_waiting_clients
 from tests.kit.load_generator import Plan, body, run_one
 from tests.kit.proxy_server import proxy_process
 from tests.kit.server_calls import health, idle, pss_mib
@@ -203,3 +204,12 @@ def test_a_minute_of_16_clients_that_do_not_read(tmp_path: Path) -> None:
     print(f"idle {before:.0f} MiB, most {most:.0f} MiB, first output beside / alone {ratios}")
     assert most <= before + CLIENTS * limit / (1 << 20) + SLACK_MIB
     assert statistics.median(ratios) <= 1.2
+
+
+@pytest.mark.soak
+def test_memory_of_a_proxy_whose_clients_wait(toy: RunningServer) -> None:
+    chat = {"model": "toy", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9,
+            "stages": {"tokens": {"hold_after": 2}}}  # fmt: skip
+    with proxy_process("--triton", toy.grpc) as proxy:
+        check_memory_of_waiting_clients(proxy.port, proxy.pid, chat)
+    wait_for(lambda: idle(toy), 30, "nothing is left of them")

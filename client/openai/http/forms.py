@@ -88,7 +88,10 @@ def parse_form(kind: type[Body], form: FormData, files: Collection[str], ignored
         name = _INDEX.sub("", key)
         if _has(types.get(name), inspect.ListType):
             several = from_text(value, None) if value.startswith("[") else None
-            values.setdefault(name, []).extend(cast(list[object], several) if isinstance(several, list) else [value])
+            entries = values.setdefault(name, [])
+            if not isinstance(entries, list):
+                raise _is_both(name)
+            cast(list[object], entries).extend(cast(list[object], several) if isinstance(several, list) else [value])
         else:
             _set(values, key, value, types.get(key))
     try:
@@ -111,10 +114,14 @@ def _set(values: Values, key: str, text: str, node: inspect.Type | None) -> None
     for step in path[:-1]:
         inner = target.setdefault(step, {})
         if not isinstance(inner, dict):
-            raise invalid(path[0], f"'{path[0]}' is sent as a value and as an object.", "invalid_type")
+            raise _is_both(path[0])
         target = cast(Values, inner)
     if path[-1] in target:
         raise invalid(key, f"'{key}' is sent twice.")
     is_object = text.startswith("{") and _has(node, inspect.StructType)
     is_text = _has(node, inspect.StrType, inspect.LiteralType) and not is_object
     target[path[-1]] = text if is_text else from_text(text, node)
+
+
+def _is_both(name: str) -> ApiError:
+    return invalid(name, f"'{name}' is sent as a value and as an object.", "invalid_type")

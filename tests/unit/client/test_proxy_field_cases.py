@@ -296,6 +296,14 @@ def test_forms_with_errors(url: str, field: tuple[str, str], param: str) -> None
     assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(param)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_form_field_as_a_list_and_as_an_object(url: str, order: int) -> None:
+    fields = [("timestamp_granularities[a]", "word"), ("timestamp_granularities", "word")]
+    answer = transcribe(url, *fields[::order])
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "timestamp_granularities", "invalid_type")
+
+
 def test_a_language_with_its_region(url: str, server: FakeBackend) -> None:
     for sent, read in (("en-US", "en"), ("pt_BR", "pt"), ("en", "en"), ("english", "english")):
         assert transcribe(url, ("language", sent)).status_code == 200
