@@ -31,7 +31,7 @@ EXAMPLES = {
     "TRITON_OMNI_MODELS/Qwen-Image-Edit/model_index.json",
 }
 """Files of the reader's own."""
-WRITTEN = {"out/answer.txt", "tests/reference/test_"}
+WRITTEN = {"out/answer.txt", "out/gpu-first-hour.md", "tests/reference/test_"}
 """Files that commands write, and patterns."""
 REMOVED = {"chat/deploy-gpu.yaml"}
 """Files whose removal the change log names."""
