@@ -12,7 +12,7 @@ from triton_omni.openai.endpoints.chat_answer import finish_reason_of, tool_call
 from triton_omni.openai.endpoints.schemas import Json
 from triton_omni.openai.http.errors import ApiError
 from triton_omni.openai.media.audio import Encoder, encoder
-from triton_omni.openai.realtime.conversation import Item
+from triton_omni.openai.realtime.conversation import PCM_HZ, SAMPLE_BYTES, Item
 from triton_omni.pieces import Piece
 
 AddItem = Callable[[Item], Iterable[Json]]
@@ -34,7 +34,7 @@ class RealtimeAnswer:
         self._calls = 0
         self._message: Item | None = None
         self._text: list[str] = []
-        self._pcm = bytearray()
+        self._pcm_bytes = 0
         self._encoder: Encoder | None = None
         self._delivered: Counter[str] = Counter()
 
@@ -106,13 +106,13 @@ class RealtimeAnswer:
     def _say(self, pcm: bytes) -> Iterable[Json]:
         if pcm:
             yield from self._open()
-            self._pcm += pcm
+            self._pcm_bytes += len(pcm)
             yield self._part_event("response.output_audio.delta", delta=base64.b64encode(pcm).decode())
 
     def _open(self) -> Iterable[Json]:
         if self._message is not None:
             return
-        self._text, self._pcm = [], bytearray()
+        self._text, self._pcm_bytes = [], 0
         self._message = Item(self._item("message", role="assistant", content=[]))
         yield from self._begin(self._message)
         yield self._part_event("response.content_part.added", part=self._part())
@@ -127,7 +127,7 @@ class RealtimeAnswer:
             yield self._part_event("response.output_audio.done")
             yield self._part_event("response.output_audio_transcript.done", transcript=text)
             item.json["content"] = [{"type": "output_audio", "transcript": text}]
-            item.pcm[0] = bytes(self._pcm)
+            item.spoken_ms = self._pcm_bytes * 1000 // (SAMPLE_BYTES * PCM_HZ)
         else:
             yield self._part_event("response.output_text.done", text=text)
             item.json["content"] = [{"type": "output_text", "text": text}]

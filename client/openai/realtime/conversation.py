@@ -9,6 +9,8 @@ import wave
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from triton_omni.data_urls import from_base64
 from triton_omni.media import MediaError
 from triton_omni.openai.endpoints import schemas
@@ -27,20 +29,23 @@ ROOT = "root"
 class Item:
     """One item.
 
-    json  as the client sees it, without audio
-    pcm   content index → its 16-bit samples at PCM_HZ
+    json       as the client sees it, without audio
+    pcm        content index → the client's 16-bit samples at PCM_HZ
+    spoken_ms  length of an answer's audio, which is not kept
+    nbytes     what it holds, for the proxy's budget
     """
 
     json: Json
     pcm: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    spoken_ms: int | None = None
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = len(msgspec.json.encode(self.json)) + sum(map(len, self.pcm.values()))
 
     @property
     def id(self) -> str:
         return self.json["id"]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(len, self.pcm.values()))
 
     def with_audio(self) -> Json:
         """The item with its audio as base64."""
@@ -60,10 +65,9 @@ class Item:
 
         Raises ApiError for what has no audio there.
         """
-        if index not in self.pcm or self.json.get("role") != "assistant":
+        total_ms = self.spoken_ms
+        if index or total_ms is None:
             raise invalid("content_index", f"Item '{self.id}' has no audio of an answer at content index {index}.")
-        pcm = self.pcm[index]
-        total_ms = len(pcm) * 1000 // (SAMPLE_BYTES * PCM_HZ)
         if end_ms > total_ms:
             message = f"Audio content of {total_ms} ms is already shorter than {end_ms} ms."
             raise invalid("audio_end_ms", message)
@@ -72,7 +76,7 @@ class Item:
         kept = len(words) * end_ms // total_ms if total_ms else 0
         if kept < len(words):
             part["transcript"] = words[: kept + 1].rpartition(" ")[0]
-        self.pcm[index] = pcm[: end_ms * PCM_HZ // 1000 * SAMPLE_BYTES]
+        self.spoken_ms = end_ms
 
 
 class RealtimeConversation:
@@ -116,9 +120,10 @@ def made_item(given: events.GivenItem, new_id: Callable[[str], str]) -> Item:
     """A client's item. Raises ApiError for audio that is none."""
     match given:
         case events.SpokenItem():
-            item = Item(_head(given.id or new_id("item"), "message") | {"role": given.role})
-            item.json["content"] = [_part(item, given.role, part, i) for i, part in enumerate(given.content)]
-            return item
+            pcm: dict[int, bytes] = {}
+            content = [_part(pcm, given.role, part, i) for i, part in enumerate(given.content)]
+            head = _head(given.id or new_id("item"), "message")
+            return Item(head | {"role": given.role, "content": content}, pcm)
         case events.CallItem():
             call = {"name": given.name, "arguments": given.arguments, "call_id": given.call_id}
             return Item(_head(given.id or new_id("item"), "function_call") | call)
@@ -144,7 +149,7 @@ _PARTS = {
 }
 
 
-def _part(item: Item, role: str, part: object, index: int) -> Json:
+def _part(pcm: dict[int, bytes], role: str, part: object, index: int) -> Json:
     param = f"item.content[{index}]"
     if not isinstance(part, _PARTS[role]):
         raise invalid(f"{param}.type", f"Messages of the role '{role}' have no content of this type.")
@@ -158,7 +163,7 @@ def _part(item: Item, role: str, part: object, index: int) -> Json:
         case events.ImageContent():
             return {"type": "input_image", "image_url": part.image_url, "detail": part.detail or "auto"}
         case events.AudioContent():
-            item.pcm[index] = samples_of(part.audio, f"{param}.audio")
+            pcm[index] = samples_of(part.audio, f"{param}.audio")
             return {"type": "input_audio", "transcript": part.transcript}
         case _:
             raise AssertionError(part)

@@ -69,6 +69,8 @@ class Session:
         self._hears_words = "transcription" in about.get("operations", ())
         self._config = _defaults(model, about)
         self._has_spoken = False
+        self._turns = asyncio.Lock()
+        """One turn after the other is transcribed."""
         self._transcribing: dict[str, asyncio.Task[None]] = {}
         self._responses: dict[str, asyncio.Task[None]] = {}
         self._main: str | None = None
@@ -166,8 +168,8 @@ class Session:
             )
             raise invalid("input_audio_buffer", message, "input_audio_buffer_commit_empty")
         item = spoken_item(new_id("item"), bytes(self._pcm))
-        before = self._conversation.insert(item)
-        self._pcm.clear()  # its bytes are the item's now
+        before = self._insert(item, None)
+        self._drop_audio()
         await self._send("input_audio_buffer.committed", item_id=item.id, previous_item_id=before)
         await self._show(item, before)
 
@@ -185,7 +187,8 @@ class Session:
         kind = "conversation.item.input_audio_transcription"
         language = (wanted or {}).get("language")
         try:
-            transcript = await self._words(item.pcm[0], language)
+            async with self._turns:
+                transcript = await self._words(item.pcm[0], language)
         except ApiError as error:
             if wanted is not None:
                 fields = refused(error, None)
@@ -215,8 +218,16 @@ class Session:
     async def _create(self, event: events.CreateItem) -> None:
         place = self._conversation.place_after(event.previous_item_id)
         item = made_item(event.item, new_id)
+        await self._show(item, self._insert(item, place))
+
+    def _insert(self, item: Item, place: int | None) -> str | None:
+        """Add a client's item, charged to the proxy's budget; returns the id of the one before it. Raises ApiError."""
         self._context.share.take(item.nbytes)
-        await self._show(item, self._conversation.insert(item, place))
+        try:
+            return self._conversation.insert(item, place)
+        except ApiError:
+            self._context.share.give(item.nbytes)
+            raise
 
     async def _respond(self, given: events.ResponseConfig) -> None:
         is_aside = given.conversation == "none"

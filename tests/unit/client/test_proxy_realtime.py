@@ -10,6 +10,7 @@ import base64
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -313,6 +314,23 @@ def test_the_buffer_is_bounded(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> N
     talk.say("input_audio_buffer.clear")
     assert talk.hear()["type"] == "input_audio_buffer.cleared"
     assert talk.refusal("input_audio_buffer.commit")[0] == "input_audio_buffer_commit_empty"
+
+
+def test_what_a_session_holds_is_charged(backend: FakeBackend) -> None:
+    limits = replace(Settings().limits, held_bytes=(4 << 20))
+    with running_proxy(backend, Settings(limits=limits)) as proxy, connect(url(proxy), max_size=None) as socket:
+        talk = Talk(socket)
+        talk.hear()
+        item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x" * (1 << 20)}]}
+        for i in range(2):
+            talk.say(CREATE, item={**item, "id": f"i{i}"})
+            talk.until("conversation.item.done")
+        code, _ = talk.refusal(CREATE, item=item)
+        assert code == "content_too_large"
+        talk.say("conversation.item.delete", item_id="i0")
+        talk.until("conversation.item.deleted")
+        talk.say(CREATE, item=item)
+        talk.until("conversation.item.done")
 
 
 def test_a_conversation_is_bounded(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
