@@ -73,6 +73,7 @@ def checks() -> list[Check]:
         tests("tensors between processes", "tests/unit/connectors"),
         tests("code predictor", "tests/unit/ar"),
         tests("engines", "tests/reference"),
+        tests("servers", "tests/triton"),
         Check("embedded default: speech and an image", ["make", "demo"]),
         Check(
             "real Qwen3-Omni: text, speech, latency",
