@@ -93,7 +93,7 @@ def test_marks_name_a_test_or_a_reason(block: Block) -> None:
 
 
 # --- python ------------------------------------------------------------------------------------------------------
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize("block", of("python"), ids=str)
 def test_programs_run(block: Block, proxy: RunningProxy, folder: Path) -> None:
     code = compile(at_servers(block.text, proxy), str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
@@ -105,7 +105,7 @@ def test_programs_run(block: Block, proxy: RunningProxy, folder: Path) -> None:
     gc.collect()  # the sockets of clients that the program has not closed
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize("name", ["openai_chat.py", "openai_stream.py", "openai_transcribe.py", "openai_image.py"])
 def test_examples_of_the_sdk_run(name: str, proxy: RunningProxy, folder: Path) -> None:
     text = (EXAMPLES / name).read_text(encoding="utf-8")
