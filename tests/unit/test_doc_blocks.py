@@ -110,7 +110,9 @@ def test_programs_run(block: Block, proxy: RunningProxy, folder: Path) -> None:
 def test_examples_of_the_sdk_run(name: str, proxy: RunningProxy, folder: Path) -> None:
     text = (EXAMPLES / name).read_text(encoding="utf-8")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(at_servers(text, proxy), name, "exec"), {"__name__": "__main__"})
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(at_servers(text, proxy), name, "exec"), names)
+        names["client"].close()
     assert printed.getvalue().strip()
     gc.collect()
 
