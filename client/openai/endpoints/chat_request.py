@@ -178,10 +178,8 @@ def _tools(body: ChatBody) -> tuple[tuple[Json, ...], str]:
     if choice == "none":
         return (), "auto"
     tools: tuple[Json, ...] = tuple(msgspec.to_builtins(tool) for tool in body.tools or ())
-    if choice is None:
+    if choice is None or choice == "auto":
         return tools, "auto"
-    if not tools and choice == "auto":
-        return (), choice
     if not tools:
         raise invalid("tool_choice", "'tool_choice' needs 'tools'.")
     if isinstance(choice, str):
