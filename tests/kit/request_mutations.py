@@ -22,7 +22,7 @@ from triton_omni.openai.endpoints.openapi import BODIES, FORMS, ITEMS, LISTS
 from triton_omni.openai.media import audio as coding
 
 WAV = coding.encode("wav", 16_000, [np.zeros(4000, np.float32)])
-VOICE = coding.encode("wav", 8_000, [np.tile(np.float32([0.5, -0.5]), 4000)])
+VOICE = coding.encode("wav", 8_000, [np.tile(np.array([0.5, -0.5], np.float32), 4000)])
 UPLOADS = ("/v1/audio/voices", "/v1/audio/voice_consents")
 KEPT = "kept"
 """Name of the voice and of the consent that `preparations` make and no mutant deletes."""
@@ -163,7 +163,7 @@ class Mutant:
 
     def options(self) -> dict[str, Any]:
         """What httpx's `request` takes."""
-        headers = httpx.Headers(list(self.headers.items()))
+        headers = httpx.Headers([(name.encode(), value) for name, value in self.headers.items()])
         return {"method": self.method, "url": self.path, "content": self.content, "headers": headers}
 
 
