@@ -52,7 +52,8 @@ def test_sigterm_lets_requests_in_flight_finish(tmp_path: Path) -> None:
         plans = [Plan(body(20, tokens={"delay_s": 0.05}), timeout_s=30) for _ in range(8)]
         clients = threading.Thread(target=lambda: lives.extend(run_many(server.grpc, plans, 8)))
         clients.start()
-        wait_for(lambda: probe(server.instance("toy_tokens").address, 5).live == 8, 20, "all running")
+        stages = [server.instance(f"toy_{name}").address for name in ("tokens", "frames", "wave")]
+        wait_for(lambda: all(probe(stage, 5).live == 8 for stage in stages), 20, "all stages of all requests open")
         os.kill(server.pid, signal.SIGTERM)
         clients.join(60)
     assert [life.ends for life in lives] == [["length"]] * 8
