@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -101,7 +100,7 @@ def make_app(backend: Backend, settings: Settings) -> Starlette:
         may_fetch=is_any if settings.private_urls else is_public,
         voice_aliases=settings.voice_aliases,
         access=Access(settings),
-        recordings=None if settings.voices is None else RecordingStore(settings.voices, threading.Lock()),
+        recordings=None if settings.voices is None else RecordingStore(settings.voices),
         needs_consent=settings.needs_consent,
     )
     services.metrics.held_bytes.set_function(lambda: services.budget.held)

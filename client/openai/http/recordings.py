@@ -2,18 +2,20 @@
 """Recordings of voices that clients upload: files of the proxy, bounded, each key's own. Blocking.
 
 A file is a line of JSON about the recording and its samples, int16 at RECORDING_HZ. Names of files are made here, never
-of what a client sent. Nothing is kept in memory, so that several proxies may share a folder.
+of what a client sent. Nothing is kept in memory, so that several proxies of one host may share a folder.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
 import tempfile
-import threading
 import time
 import uuid
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,8 @@ MAX_RECORDINGS = 50
 MAX_HEADER_BYTES = 64 * 1024
 SILENT = 0.01
 """A recording whose loudest sample is below this has no voice."""
+DRAFT = ".new-"
+"""How names of files begin that are not whole yet."""
 _OWNER_CHARS = 32
 _ID = re.compile(r"(?:voice|cons)_[0-9a-f]{32}")
 
@@ -66,7 +70,6 @@ class RecordingStore:
     """The recordings below a folder. Owners are digests of keys. `kind` of an id: "voice" or "cons"."""
 
     folder: Path
-    lock: threading.Lock
 
     @staticmethod
     def new_id(kind: str) -> str:
@@ -76,7 +79,7 @@ class RecordingStore:
     def add(self, owner: str, recording: VoiceRecording, samples: np.ndarray) -> None:
         """Keep a recording, whole or not at all; (samples,) float32. Raises ApiError."""
         kind = recording.id.partition("_")[0]
-        with self.lock:
+        with self._locked(owner):
             found = self.all(owner, kind)
             if len(found) >= MAX_RECORDINGS:
                 message = (
@@ -90,7 +93,7 @@ class RecordingStore:
 
     def rename(self, owner: str, recording: VoiceRecording, name: str) -> VoiceRecording:
         """Another name for a recording. Raises ApiError."""
-        with self.lock:
+        with self._locked(owner):
             if any(o.name.lower() == name.lower() and o.id != recording.id
                    for o in self.all(owner, recording.id.partition("_")[0])):  # fmt: skip
                 raise ApiError(409, f"'{name}' exists already.", code="already_exists", param="name")
@@ -119,7 +122,22 @@ class RecordingStore:
 
     def delete(self, owner: str, recording: VoiceRecording) -> None:
         """Remove a recording; one that is gone already is no error."""
-        self._path(owner, recording.id).unlink(missing_ok=True)
+        with self._locked(owner):
+            self._path(owner, recording.id).unlink(missing_ok=True)
+
+    @contextmanager
+    def _locked(self, owner: str) -> Generator[None]:
+        """Alone with an owner's folder, among all threads and processes. Removes what a crash has left."""
+        folder = self._folder(owner)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for draft in folder.glob(f"{DRAFT}*"):
+                draft.unlink(missing_ok=True)
+            yield
+        finally:
+            os.close(lock)
 
     def _pcm(self, owner: str, recording_id: str) -> bytes:
         try:
@@ -128,10 +146,9 @@ class RecordingStore:
             raise ApiError(404, f"'{recording_id}' does not exist any more.", code="not_found") from None
 
     def _write(self, owner: str, recording: VoiceRecording, pcm: bytes) -> None:
-        """Under another name first: a reader never sees half a file, and after a crash there is none."""
+        """Under another name first: a reader never sees half a file."""
         path = self._path(owner, recording.id)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as draft:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=DRAFT, delete=False) as draft:
             try:
                 draft.write(msgspec.json.encode(recording) + b"\n" + pcm)
                 draft.flush()

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import io
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.kit.proxy_server import RunningProxy, running_proxy
 from triton_omni.backends.wire import Part
 from triton_omni.openai.http import recordings
 from triton_omni.openai.http.access import digest
+from triton_omni.openai.http.errors import ApiError
 from triton_omni.openai.http.settings import Settings
 
 KEYS = ("first", "second")
@@ -237,3 +239,41 @@ def test_missing_fields_are_named(proxy: RunningProxy) -> None:
     assert error_of(call(proxy, "POST", "voice_consents", files={"recording": wav()}, data={"name": "A"}))[2] == (
         "language"
     )
+
+
+# --- proxies that share a folder ---
+
+
+def test_proxies_that_share_a_folder_see_each_others_voices(proxy: RunningProxy, backend: FakeBackend, folder: Path):
+    with running_proxy(backend, Settings(voices=folder, api_keys=folder.parent / "keys.json")) as other:
+        made = upload(proxy, "Anna").json()
+        assert [voice["name"] for voice in call(other, "GET", "voices").json()["uploaded_voices"]] == ["Anna"]
+        assert upload(other, "anna").status_code == 409
+        voice_id = made["voice"]["id"] if "voice" in made else made["id"]
+        assert call(other, "DELETE", f"voices/{voice_id}").status_code == 200
+        assert call(proxy, "GET", "voices").json()["uploaded_voices"] == []
+
+
+def test_two_proxies_never_take_the_same_name(folder: Path) -> None:
+    """What one checks and writes, another one does not do meanwhile; drafts of one that was killed are removed."""
+    mine, others = recordings.RecordingStore(folder), recordings.RecordingStore(folder)
+    samples = np.zeros(24_000, np.float32)
+    first, second = (recordings.made_of("voice", name, samples, 1) for name in ("Anna", "anna"))
+    refused: list[ApiError] = []
+
+    def add() -> None:
+        try:
+            mine.add("owner", second, samples)
+        except ApiError as error:
+            refused.append(error)
+
+    with others._locked("owner"):
+        thread = threading.Thread(target=add)
+        thread.start()
+        thread.join(0.3)  # without a lock it is done by now
+        others._write("owner", first, b"")
+        (others._folder("owner") / ".new-killed").write_bytes(b"half")
+    thread.join(20)
+    assert [error.code for error in refused] == ["already_exists"]
+    assert [recording.name for recording in mine.all("owner", "voice")] == ["Anna"]
+    assert not list(mine._folder("owner").glob(".new-*"))
