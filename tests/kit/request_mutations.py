@@ -109,6 +109,12 @@ def bodies(model: str) -> dict[str, list[dict[str, Any]]]:
         "/v1/embeddings": [
             {"model": model, "input": ["one", [1, 2]], "dimensions": 8, "encoding_format": "float", "user": "u"},
         ],
+        "/v1/realtime/client_secrets": [
+            {"session": {"type": "realtime", "model": model, "instructions": "s", "tools": [],
+                         "audio": {"input": {"transcription": {"language": "en"}}, "output": {"speed": 1.0}}},
+             "expires_after": {"anchor": "created_at", "seconds": 60}},
+            {"session": {"type": "realtime", "model": model, "output_modalities": ["text"], "max_output_tokens": 5}},
+        ],
         "/v1/audio/voice_consents/{name}": [{"name": KEPT}],
         "/v1/images/generations": [
             {"model": model, "prompt": "a fox", "size": "16x16", "n": 1, "num_inference_steps": 2, "seed": 3},

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from triton_omni.openai.endpoints import schemas
 from triton_omni.openai.endpoints.schemas import Json
 from triton_omni.openai.http.parsing import Strict
+from triton_omni.openai.realtime.events import ClientSecretBody
 
 BODIES: dict[str, type[Strict]] = {
     "/v1/chat/completions": schemas.ChatBody,
@@ -25,6 +26,7 @@ BODIES: dict[str, type[Strict]] = {
     "/dev/captioned_speech": schemas.CaptionedSpeechBody,
     "/v1/audio/voice_consents/{name}": schemas.ConsentNameBody,
     "/v1/images/generations": schemas.ImageBody,
+    "/v1/realtime/client_secrets": ClientSecretBody,
 }
 FORMS: dict[str, tuple[type[Strict], Json]] = {
     "/v1/audio/transcriptions": (schemas.TranscriptionBody, {"file": {"type": "string", "format": "binary"}}),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import logging
@@ -27,6 +28,8 @@ log = logging.getLogger("triton_omni.proxy")
 MINUTE_S = 60.0
 SOCKET_KEY = "openai-insecure-api-key."
 """Browsers cannot set headers of a WebSocket; OpenAI's clients send the key as this subprotocol."""
+SESSIONS = "/v1/realtime"
+SECRET_PREFIX = "ek_"
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -192,6 +195,7 @@ class Access:
         self._everyone = KeyUse(everyone)
         self._is_open = not settings.api_key and settings.api_keys is None
         self._uses: dict[str, KeyUse] = {}
+        self._secrets = _Signer()
         self._read()
 
     def reload(self) -> None:
@@ -209,12 +213,33 @@ class Access:
         for key in keys:
             self._uses[key.sha256].update(key)
 
-    def key_of(self, headers: Headers) -> KeyUse | None:
-        """The key that a request brings; of a server without keys always the same one. Raises ApiError."""
+    def client_secret(self, use: KeyUse, session: bytes, expires_at: int) -> str:
+        """A secret that opens realtime sessions with this configuration (JSON) for a key, until `expires_at`.
+
+        It is signed, not kept: it is valid at this proxy until it ends, and no longer than the key.
+        """
+        return self._secrets.sign(msgspec.json.encode(_ClientSecret(use.key.sha256, expires_at, msgspec.Raw(session))))
+
+    def session_of(self, headers: Headers) -> bytes | None:
+        """The configuration that the client secret of a request carries; None for a request with a key."""
+        secret = self._secret(headers)
+        return None if secret is None else bytes(secret.session)
+
+    def _secret(self, headers: Headers) -> _ClientSecret | None:
+        signed = self._secrets.read(_sent_key(headers))
+        secret = None if signed is None else msgspec.json.decode(signed, type=_ClientSecret)
+        return None if secret is None or secret.expires_at <= time.time() else secret
+
+    def key_of(self, headers: Headers, path: str = "") -> KeyUse | None:
+        """The key that a request brings; of a server without keys always the same one. Raises ApiError.
+
+        A client secret stands for its key where sessions are opened, and nowhere else.
+        """
         if self._is_open:
             self._check_browser(headers)
             return self._everyone
-        sent = digest(_sent_key(headers))
+        secret = self._secret(headers) if path == SESSIONS else None
+        sent = digest(_sent_key(headers)) if secret is None else secret.sha256
         known = [*self._uses.values(), *([self._everyone] if self._settings.api_key else [])]
         found = [use for use in known if hmac.compare_digest(use.key.sha256, sent)]  # compares with all of them
         return found[0] if found else None
@@ -233,6 +258,41 @@ class Access:
             return
         message = f"Pages of '{origin[:100]}' may not call this server; see --cors-origin."
         raise ApiError(403, message, code="origin_not_allowed", kind="permission_error")
+
+
+class _ClientSecret(msgspec.Struct, frozen=True):
+    sha256: str
+    expires_at: int
+    session: msgspec.Raw
+
+
+class _Signer:
+    """Texts that only this process can have made."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+
+    def sign(self, data: bytes) -> str:
+        """The data with its signature, in letters that headers and subprotocols may have."""
+        return f"{SECRET_PREFIX}{_letters(data)}.{_letters(self._signature(data))}"
+
+    def read(self, text: bytes) -> bytes | None:
+        """The data of a signed text; None for any other text."""
+        data, dot, signature = text.removeprefix(SECRET_PREFIX.encode()).partition(b".")
+        if not dot or not text.startswith(SECRET_PREFIX.encode()):
+            return None
+        try:
+            found, given = (base64.urlsafe_b64decode(part + b"=" * (-len(part) % 4)) for part in (data, signature))
+        except ValueError:
+            return None
+        return found if hmac.compare_digest(self._signature(found), given) else None
+
+    def _signature(self, data: bytes) -> bytes:
+        return hmac.new(self._key, data, hashlib.sha256).digest()
+
+
+def _letters(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
 def read_keys(file: Path) -> tuple[ApiKey, ...]:

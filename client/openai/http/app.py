@@ -45,7 +45,7 @@ from triton_omni.openai.http.recordings import RecordingStore
 from triton_omni.openai.http.settings import Settings
 from triton_omni.openai.http.stored_responses import ResponseStore
 from triton_omni.openai.http.transcripts import Transcripts
-from triton_omni.openai.realtime.socket import realtime
+from triton_omni.openai.realtime.socket import create_client_secret, realtime
 
 ROUTES = (
     Route("/v1/chat/completions", chat.complete, methods=["POST"]),
@@ -57,6 +57,7 @@ ROUTES = (
     Route("/v1/audio/speech", speech.speak, methods=["POST"]),
     WebSocketRoute("/v1/audio/speech/stream", speech_stream.stream_speech),
     WebSocketRoute("/v1/realtime", realtime),
+    Route("/v1/realtime/client_secrets", create_client_secret, methods=["POST"]),
     Route("/dev/captioned_speech", speech.speak_captioned, methods=["POST"]),
     Route("/v1/audio/transcriptions", transcriptions.transcribe, methods=["POST"]),
     Route("/v1/audio/translations", transcriptions.translate, methods=["POST"]),

@@ -175,7 +175,7 @@ class Guard:
         if headers.get("x-request-id", context.request_id) != context.request_id:
             message = f"'X-Request-Id' must be 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters without spaces."
             raise ApiError(400, message, param="X-Request-Id")
-        context.key = self._services.access.key_of(headers)
+        context.key = self._services.access.key_of(headers, scope["path"])
         if scope["path"].startswith(PROTECTED):
             if context.key is None:
                 raise NO_KEY if "authorization" not in headers else WRONG_KEY

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
+import msgspec
 from msgspec import Meta
 
 from triton_omni.openai.endpoints.schemas import (
@@ -151,6 +152,20 @@ class ResponseConfig(Config, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
+class SecretLife(Strict, kw_only=True):
+    """How long a client secret opens sessions, from its creation."""
+
+    anchor: Literal["created_at"] | None = None
+    seconds: Annotated[int, Meta(ge=10, le=7200)] | None = None
+
+
+class ClientSecretBody(Strict, kw_only=True):
+    """POST /v1/realtime/client_secrets"""
+
+    expires_after: SecretLife | None = None
+    session: SessionConfig | None = None
+
+
 # --- events ----------------------------------------------------------------------------------------------------------
 class ClientEvent(Strict, kw_only=True):
     event_id: Id | None = None
@@ -213,6 +228,17 @@ CLIENT_EVENTS: dict[str, type[ClientEvent]] = {
     "response.create": CreateResponse,
     "response.cancel": CancelResponse,
 }
+
+
+def plain(config: msgspec.Struct) -> Json:
+    """What was set, as JSON."""
+
+    def given(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: given(inner) for name, inner in cast(Json, value).items() if inner is not None}
+        return value
+
+    return given(msgspec.to_builtins(config))
 
 
 def merged(config: Json, change: Json) -> Json:

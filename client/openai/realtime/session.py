@@ -12,8 +12,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from triton_omni.backends import wire
 from triton_omni.backends.wire import GenerateRequest, Message, TranscriptionParams
 from triton_omni.media import Media
@@ -57,17 +55,17 @@ PCM = {"type": "audio/pcm", "rate": events.PCM_HZ}
 class Session:
     """State of one connection. `send` gets every server event, in order."""
 
-    def __init__(self, context: RequestContext, model: str, about: Json, send: Send) -> None:
+    def __init__(self, context: RequestContext, config: Json, operations: Sequence[str], send: Send) -> None:
         self._context = context
-        self._model = model
+        self._model: str = config["model"]
         self._send_out = send
         self._lock = asyncio.Lock()
         self._events = 0
         self._conversation = RealtimeConversation()
         self._conversation_id = new_id("conv")
         self._pcm = bytearray()
-        self._hears_words = "transcription" in about.get("operations", ())
-        self._config = _defaults(model, about)
+        self._hears_words = "transcription" in operations
+        self._config = config
         self._has_spoken = False
         self._turns = asyncio.Lock()
         """One turn after the other is transcribed."""
@@ -266,8 +264,7 @@ class Session:
     async def _answer(
         self, response_id: str, given: events.ResponseConfig, items: Sequence[Item], is_aside: bool
     ) -> None:
-        own = {k: v for k, v in msgspec.to_builtins(given).items() if v is not None}
-        config = events.merged(self._config, own)
+        config = events.merged(self._config, events.plain(given))
         response: Json = {
             "object": "realtime.response", "id": response_id, "status": "in_progress", "status_details": None,
             "output": [], "conversation_id": None if is_aside else self._conversation_id, "usage": None,
@@ -353,7 +350,8 @@ def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
 
 
-def _defaults(model: str, about: Json) -> Json:
+def defaults(model: str, about: Json) -> Json:
+    """The configuration of a session of which its client has said nothing yet."""
     voices = about.get("voices") or ()
     return {
         "type": "realtime", "object": "realtime.session", "id": new_id("sess"), "model": model,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -16,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import openai
 import pytest
-from openai.types.realtime import RealtimeServerEvent
+from openai.types.realtime import ClientSecretCreateResponse, RealtimeServerEvent
 from pydantic import TypeAdapter
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
@@ -24,6 +25,7 @@ from websockets.sync.client import ClientConnection, connect
 from tests.kit.fake_backend import SAMPLES, FakeBackend, sine
 from tests.kit.proxy_server import RunningProxy, running_proxy
 from triton_omni.backends.wire import Part
+from triton_omni.openai.http import access
 from triton_omni.openai.http.settings import Settings
 from triton_omni.openai.media.audio import to_int16
 from triton_omni.openai.realtime import conversation, session
@@ -401,3 +403,70 @@ def test_a_socket_needs_the_key(backend: FakeBackend) -> None:
         with connect(url(proxy), subprotocols=protocols) as socket:
             assert socket.subprotocol == "realtime"
             assert Talk(socket).hear()["type"] == "session.created"
+
+
+# --- client secrets --------------------------------------------------------------------------------------------------
+def secret(proxy: RunningProxy, key: str = "secret", **body: Any) -> Any:
+    with proxy.sdk(api_key=key) as client:
+        answer = client.realtime.client_secrets.with_raw_response.create(**body).http_response
+    TypeAdapter(ClientSecretCreateResponse).validate_json(answer.content)
+    return answer.json()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def refused_status(address: str, key: str) -> int:
+    with pytest.raises(InvalidStatus) as caught, connect(address, additional_headers=bearer(key)):
+        pass
+    return caught.value.response.status_code
+
+
+def test_a_client_secret_opens_configured_sessions_and_nothing_else(backend: FakeBackend) -> None:
+    with running_proxy(backend, Settings(api_key="secret")) as proxy:
+        config: Any = {"type": "realtime", "model": "fake", "instructions": "Be brief.", "output_modalities": ["text"]}
+        made = secret(proxy, session=config, expires_after={"anchor": "created_at", "seconds": 60})
+        assert made["value"].startswith("ek_") and made["session"]["instructions"] == "Be brief."
+        protocols: Any = ["realtime", f"openai-insecure-api-key.{made['value']}"]
+        with connect(url(proxy, ""), subprotocols=protocols) as socket:
+            talk = Talk(socket)
+            assert talk.hear()["session"]["instructions"] == "Be brief."
+            talk.write("One")
+            talk.answer()
+            assert text_in(backend.seen[0].request.messages[0]) == "Be brief."
+        with proxy.sdk(api_key=made["value"]) as client:
+            with pytest.raises(openai.AuthenticationError):
+                client.models.list()
+            with pytest.raises(openai.AuthenticationError):
+                client.realtime.client_secrets.create()
+
+
+def test_what_is_no_valid_client_secret_is_refused(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(api_key="secret")
+    with running_proxy(backend, settings) as proxy, running_proxy(backend, settings) as other:
+        config: Any = {"type": "realtime", "model": "fake"}
+        value = secret(proxy, session=config)["value"]
+        data, _, signature = value.partition(".")
+        foreign = secret(other, session=config)["value"]
+        for wrong in (value[:-2], f"{data}x.{signature}", f"{data}.", "ek_.", "ek_", "ek_a.b", foreign):
+            assert refused_status(url(proxy), wrong) == 401
+        assert refused_status(url(proxy, "?model=painter"), value) == 400
+        now_s = time.time()
+        monkeypatch.setattr(access.time, "time", lambda: now_s + 601)
+        assert refused_status(url(proxy), value) == 401, "it has expired"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"expires_after": {"anchor": "created_at", "seconds": 9}}, "expires_after.seconds"),
+        ({"session": {"type": "realtime", "model": "unknown"}}, "session.model"),
+        ({"session": {"type": "realtime", "model": "fake", "instructions": "x" * 9000}}, "session"),
+        ({}, "session.model"),
+    ],
+)
+def test_a_bad_request_for_a_client_secret_names_the_field(proxy: RunningProxy, body: Any, param: str) -> None:
+    with pytest.raises(openai.APIStatusError) as caught, proxy.sdk() as client:
+        client.realtime.client_secrets.create(**body)
+    assert caught.value.status_code in (400, 404) and caught.value.param == param
