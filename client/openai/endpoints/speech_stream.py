@@ -99,7 +99,7 @@ class SpeechSession:
         kind, values = await self._message()
         if kind != "session.config":
             raise invalid("type", f"The first message must be 'session.config', not '{kind[:100]}'.")
-        return self._parsed(SpeechStreamConfig, values)
+        return parse_body(SpeechStreamConfig, values, self._context.ignored)
 
     async def _receive(self) -> None:
         """Take messages until the client leaves."""
@@ -134,7 +134,8 @@ class SpeechSession:
         return str(values.pop("type", "")), values
 
     def _parsed(self, kind: type[Body], values: Json) -> Body:
-        return parse_body(kind, values, self._context.ignored)
+        ignored = None if self._context.ignored is None else list[str]()  # of this message: a session has many
+        return parse_body(kind, values, ignored)
 
     async def _append(self, pipeline: str, call: BackendCall) -> None:
         """Add what has arrived to the request's input; of several parts one."""

@@ -98,7 +98,8 @@ class Session:
                 known = ", ".join(f"'{name}'" for name in events.CLIENT_EVENTS)
                 raise invalid("type", f"'type' must be one of {known}, not '{kind[:100]}'.")
             change: Json = values.get("session") or {}
-            event = parse_body(events.CLIENT_EVENTS[kind], values, self._context.ignored)
+            ignored = None if self._context.ignored is None else list[str]()  # of this event: a session has many
+            event = parse_body(events.CLIENT_EVENTS[kind], values, ignored)
             if isinstance(event, events.UpdateSession):
                 await self._update(event.session, change)
             else:

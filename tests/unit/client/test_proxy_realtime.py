@@ -308,6 +308,23 @@ def test_what_is_no_event_is_an_error(talk: Talk, message: Any) -> None:
     assert talk.update()["type"] == "session.updated"
 
 
+def test_a_lenient_session_keeps_no_names(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts: list[Any] = []
+    kept = session.Session.start
+
+    async def start(self: session.Session) -> None:
+        contexts.append(self._context)
+        await kept(self)
+
+    monkeypatch.setattr(session.Session, "start", start)
+    with running_proxy(backend, Settings(is_lenient=True)) as proxy, connect(url(proxy)) as socket:
+        talk = Talk(socket)
+        talk.hear()
+        for _ in range(3):
+            assert talk.update(instruction="x")["type"] == "session.updated"
+        assert contexts[0].ignored == []
+
+
 def test_the_buffer_is_bounded(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "MAX_TURN_S", 0.3)
     audio = base64.b64encode(PCM).decode()
