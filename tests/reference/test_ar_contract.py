@@ -25,12 +25,16 @@ WORDS = (40, 41, 42, 43, 44, 45)
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
-    return lambda device: Subject(
-        lambda: make_engine(folder, device, enable_prefix_caching=False),
-        GenerateRequest(messages=(Message("user", "hello"),), sampling=Sampling(temperature=0.0, max_tokens=12)),
-        refused=GenerateRequest(),
-        wanted=frozenset({"text"}),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "triton_omni.backends.ar.engine.TEXT_EVERY_S", 0.0
+        )  # else the clock says how many tokens a piece has
+        yield lambda device: Subject(
+            lambda: make_engine(folder, device, enable_prefix_caching=False),
+            GenerateRequest(messages=(Message("user", "hello"),), sampling=Sampling(temperature=0.0, max_tokens=12)),
+            refused=GenerateRequest(),
+            wanted=frozenset({"text"}),
+        )
 
 
 @pytest.fixture(scope="module")

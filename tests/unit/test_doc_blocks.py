@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import openai
 import pytest
 import yaml
 
@@ -100,9 +101,13 @@ def test_programs_run(block: Block, proxy: RunningProxy, folder: Path) -> None:
     if block.mark:
         return
     assert TRITON not in block.text, "needs a server: mark it"
+    names: dict[str, Any] = {"__name__": "__main__"}
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(code, {"__name__": "__main__"})
-    gc.collect()  # the sockets of clients that the program has not closed
+        exec(code, names)
+    for value in names.values():
+        if isinstance(value, openai.OpenAI):
+            value.close()
+    gc.collect()  # what else the program has not closed
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
